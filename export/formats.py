@@ -1,0 +1,70 @@
+"""Output formats as modules: which tensors a scheme becomes, under which names, and what `config.json` says of them.
+
+A format is a module with
+    SCHEMES                        the schemes it can hold
+    parts(scheme, rows, inputs, half)   -> the tensors of one linear layer
+    config(layers, ignore, source) -> files: name -> JSON object to merge or write
+One line in `FORMATS` adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from quantkit.kernels.errors import QuantkitError
+from quantkit.kernels.scheme import QuantScheme
+
+# codes, scale, zero: written row by row. The others are one small value for the whole layer:
+#   shape [O, I] as integers; multiplier and divisor: NVFP4's global scale and its reciprocal;
+#   tensor_scale: amax/448 of an FP8 tensor; input_scale: a number from the recipe.
+PartKind = Literal["codes", "scale", "zero", "shape", "multiplier", "divisor", "tensor_scale", "input_scale"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a stored layer: `name` is what follows the module's name and a dot."""
+
+    kind: PartKind
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One linear layer of the output, as the configuration has to describe it."""
+
+    module: str
+    scheme: QuantScheme | None  # None: not quantised
+    input_scale: float | None = None
+
+
+class Format(Protocol):
+    """What a format module offers."""
+
+    SCHEMES: Sequence[str]
+
+    def parts(self, scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
+        """Tensors of a layer of `rows` outputs; `half`: the model's dtype is fp16, not bf16."""
+        ...
+
+    def config(self, layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
+        """File name -> JSON content; the content of `config.json` is what its `quantization_config` becomes."""
+        ...
+
+
+def format_module(name: str) -> Format:
+    """The module of a format by name; raises QuantkitError with the known names."""
+    from quantkit.export import compressed_tensors, fp8_block, gptoss, modelopt
+
+    formats: dict[str, Format] = {
+        "compressed-tensors": compressed_tensors,
+        "modelopt": modelopt,
+        "fp8": fp8_block,
+        "mxfp4": gptoss,
+    }
+    if name not in formats:
+        raise QuantkitError("unknown format", value=name, allowed=", ".join(formats))
+    return formats[name]

@@ -1,0 +1,141 @@
+"""Checks of a plan from shapes alone: groups that divide, and the tensor-parallel sizes that engines will load.
+
+Every rank holds a share of each weight: columns of w_OI are cut for `row` layers (o_proj, down_proj), rows for `column`
+layers. A scale group or block that straddles two shares cannot be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.kernels.errors import QuantkitError
+from quantkit.kernels.scheme import BLOCK, QuantScheme
+from quantkit.quantize.plan import Task
+from quantkit.quantize.roles import Placed, tp_facts
+
+TP_SIZES = (1, 2, 4, 8, 16)
+GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What all layers of one shape have in common; `example` is the first of them."""
+
+    example: str
+    role: str
+    split: str
+    merged_not_last: bool  # an engine joins it with a layer that follows: a partial last block would shift that one
+    rows: int
+    inputs: int
+    scheme: QuantScheme
+
+
+def _kinds(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[_Kind, int]:
+    """Distinct layer shapes among the quantised layers, with their counts."""
+    first: dict[tuple[Any, ...], _Kind] = {}
+    counts: dict[_Kind, int] = {}
+    for task in tasks:
+        if task.scheme is None or task.scheme.element == "float" or task.fate not in ("quantize", "pass"):
+            continue
+        p = placed[task.weight.name]
+        rows, inputs = (task.matrix.rows, task.matrix.inputs) if task.matrix else task.weight.shape[-2:]
+        joined = p.fused is not None and p.role.rpartition(".")[2] in ("q", "k", "q_a") or p.part == "gate"
+        key = (p.role, p.part, rows, inputs, task.scheme.name)
+        kind = first.setdefault(key, _Kind(task.name, p.role, p.split, joined, rows, inputs, task.scheme))
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def step_of(scheme: QuantScheme, inputs: int) -> int:
+    """Smallest run of inputs that can be cut off a row: whole scale groups, whole packed words."""
+    if scheme.granularity == "group":
+        return scheme.group_size
+    if scheme.granularity == "block":
+        return BLOCK
+    return 8 if scheme.element == "int4" else 1
+
+
+def _blocked(kind: _Kind, tp: int, heads: int, kv_heads: int) -> str:
+    """Why a layer shape cannot be loaded over `tp` ranks, or an empty string."""
+    rows, inputs, scheme = kind.rows, kind.inputs, kind.scheme
+    block = scheme.granularity == "block"
+    if kind.split == "row":
+        step = step_of(scheme, inputs)
+        if inputs % tp or inputs // tp % step:
+            unit = {"group": "group", "block": "block"}.get(scheme.granularity, "packed word")
+            return f"{kind.example}: {inputs} inputs / {tp} is not a multiple of the {unit} {step}"
+    elif kind.split == "column":
+        share = tp
+        if kind.role in ("attention.k", "attention.v") and kv_heads and tp > kv_heads:
+            share = kv_heads  # each KV head is held by several ranks
+        if rows % share:
+            return f"{kind.example}: {rows} outputs do not divide by {tp}"
+        if block and rows // share % BLOCK and (tp > 1 or kind.merged_not_last):
+            return f"{kind.example}: {rows} outputs / {share} is not a multiple of the block {BLOCK}"
+    elif block and rows % BLOCK and kind.merged_not_last:
+        return f"{kind.example}: {rows} outputs are not a multiple of the block {BLOCK}"
+    return ""
+
+
+def tensor_parallel(
+    tasks: Sequence[Task], placed: Mapping[str, Placed], config: Mapping[str, Any], wanted: Sequence[int]
+) -> tuple[dict[int, str], list[QuantkitError]]:
+    """(size -> "" or why it does not load) for the usual sizes and those `wanted`; a wanted size that fails is a fault."""
+    facts = tp_facts(config)
+    kinds = _kinds(tasks, placed)
+    table: dict[int, str] = {}
+    for tp in sorted({*TP_SIZES, *wanted}):
+        reasons = [r for kind in kinds if (r := _blocked(kind, tp, facts.heads, facts.kv_heads))]
+        if facts.heads and facts.heads % tp:
+            reasons.insert(0, f"{facts.heads} attention heads do not divide by {tp}")
+        elif not facts.mla and facts.kv_heads and facts.kv_heads % tp and tp % facts.kv_heads:
+            reasons.insert(0, f"{facts.kv_heads} KV heads and {tp} ranks do not divide")
+        table[tp] = reasons[0] + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "") if reasons else ""
+    faults = [
+        QuantkitError(
+            f"a tensor-parallel size that was asked for will not load: {tp}",
+            value=table[tp],
+            allowed="sizes that load: " + (", ".join(str(n) for n, why in table.items() if not why) or "none"),
+        )
+        for tp in wanted
+        if table[tp]
+    ]
+    if table[1] and kinds and 1 not in wanted:
+        faults.append(QuantkitError("no engine could load this output, not even on one GPU", value=table[1]))
+    return table, faults
+
+
+def check_shapes(tasks: Sequence[Task], table: Mapping[int, str], recipe: str) -> list[QuantkitError]:
+    """Faults of layers whose inputs are not whole groups, one per scheme and number of inputs."""
+    faults: dict[tuple[str, int], tuple[Task, int]] = {}
+    for task in tasks:
+        if task.fate != "quantize" or task.scheme is None or task.matrix is None:
+            continue
+        if task.scheme.granularity == "group" and task.matrix.inputs % task.scheme.group_size:
+            key = (task.scheme.name, task.matrix.inputs)
+            first, count = faults.get(key, (task, 0))
+            faults[key] = (first, count + 1)
+    return [_group_fault(task, count, table, recipe) for task, count in faults.values()]
+
+
+def _group_fault(task: Task, count: int, table: Mapping[int, str], recipe: str) -> QuantkitError:
+    assert task.scheme is not None
+    assert task.matrix is not None
+    inputs, scheme = task.matrix.inputs, task.scheme
+    fits = [g for g in GROUPS if inputs % g == 0]
+    hint = f"{inputs} inputs fit no {scheme.name} group: keep these layers, or choose fp8-channel"
+    if scheme.element == "int4":
+        sizes = {g: [n for n in TP_SIZES if inputs % n == 0 and inputs // n % g == 0] for g in fits}
+        told = [f"--group {g} (tensor-parallel sizes {', '.join(map(str, sizes[g]))})" for g in fits]
+        hint = (" or ".join(told) if told else "--group channel") + " fits; --group auto chooses"
+    broken = ", ".join(str(n) for n in table if n == 1 or inputs % n or inputs // n % scheme.group_size)
+    return QuantkitError(
+        f"the group does not divide the inputs of {count} layer{'s' if count > 1 else ''}",
+        file=recipe,
+        tensor=task.name,
+        value=f"{inputs} inputs, group {scheme.group_size} (breaks tensor-parallel sizes {broken})",
+        allowed=f"groups that divide {inputs}: {', '.join(map(str, fits)) or 'none'}",
+        hint=hint,
+    )

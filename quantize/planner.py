@@ -1,0 +1,350 @@
+"""Make a plan: match rules, choose fates, lay out shards, write the configuration. Pure: no weight is read.
+
+All faults are gathered and reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quantkit.export.checkpoint import Checkpoint
+from quantkit.export.formats import Format, Layer, Part, format_module
+from quantkit.export.safetensors_file import layout, nbytes_of
+from quantkit.export.sources.detect import Weight, weights_of
+from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS
+from quantkit.kernels.errors import QuantkitError, join_errors
+from quantkit.kernels.scheme import QuantScheme
+from quantkit.quantize.checks import check_shapes, tensor_parallel
+from quantkit.quantize.plan import Matrix, Out, Plan, Shard, Step, Task
+from quantkit.quantize.recipe import Recipe, Rule
+from quantkit.quantize.roles import Placed, matches_role, roles_of
+
+AUTO_GROUPS = (128, 64, 32)
+_NUMBERS = re.compile(r"(\d+)")
+
+
+def natural_key(name: str) -> list[str | int]:
+    """Sort key under which layer 10 follows layer 9."""
+    return [int(p) if i % 2 else p for i, p in enumerate(_NUMBERS.split(name))]
+
+
+class Planner:
+    """The inputs of one plan, and the faults found so far. Used once, by `make_plan`."""
+
+    def __init__(self, recipe: Recipe, source: Checkpoint, format_name: str) -> None:
+        self.recipe = recipe
+        self.source = source
+        self.format_name = format_name
+        self.format: Format = format_module(format_name)
+        self.weights = dict(sorted(weights_of(source).items(), key=lambda kv: natural_key(kv[0])))
+        self.placed, self.family = roles_of({n: w.shape for n, w in self.weights.items()}, source.config)
+        text = source.config.get("text_config") or source.config
+        dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
+        self.half = "float16" in dtype and "bfloat16" not in dtype
+        self.errors: list[QuantkitError] = []
+
+    def fault(self, message: str, weight: Weight, **more: Any) -> None:
+        file = next(iter(weight.parts.values())).file
+        self.errors.append(QuantkitError(message, file=file, tensor=weight.name, **more))
+
+    def rules(self) -> dict[str, Rule]:
+        """The rule that decides over each weight; a rule that decides over none is a fault."""
+        chosen: dict[str, Rule] = {}
+        used = [False] * len(self.recipe.weights)
+        by_role: dict[str, int | None] = {}
+        named = any(r.match.name for r in self.recipe.weights)
+        for name in self.weights:
+            role = self.placed[name].role
+            if named or role not in by_role:
+                by_role[role] = next(i for i, r in enumerate(self.recipe.weights) if r.match.hits(name, role))
+            i = by_role[role]
+            assert i is not None
+            used[i] = True
+            chosen[name] = self.recipe.weights[i]
+        roles = sorted({p.role for p in self.placed.values()})
+        for rule, hit in zip(self.recipe.weights, used, strict=True):
+            if not hit and not rule.match.closing:
+                self.errors.append(
+                    QuantkitError(
+                        "a rule matches nothing in this checkpoint",
+                        file=self.recipe.name,
+                        value=str(rule.match),
+                        allowed="roles here: " + ", ".join(roles),
+                        hint="an earlier rule may have taken what it names; first match wins",
+                    )
+                )
+        return chosen
+
+    def schemes(self, chosen: Mapping[str, Rule]) -> dict[int, QuantScheme]:
+        """The scheme of each rule that has one, by the rule's identity: `group` and `auto` resolved."""
+        found: dict[int, QuantScheme] = {}
+        for rule in self.recipe.weights:
+            if rule.scheme is None:
+                continue
+            group: int | str | None = rule.group
+            if group == "auto":
+                inputs = {w.shape[-1] for n, w in self.weights.items() if chosen[n] is rule and self.placed[n].linear}
+                group = next((g for g in AUTO_GROUPS if all(i % g == 0 for i in inputs)), 32)
+            from quantkit.kernels.scheme import scheme as by_name
+
+            found[id(rule)] = rule.with_group(group) if group else by_name(rule.scheme)
+            known = METHODS.get(found[id(rule)].element, ())
+            if rule.method is not None and rule.method not in known:
+                self.errors.append(
+                    QuantkitError(
+                        f"unknown method for {rule.scheme}", file=self.recipe.name, value=rule.method, allowed=", ".join(known) or "none"
+                    )
+                )
+        return found
+
+    def tasks(self) -> list[Task]:
+        """The fate of every weight, in the order of the output; places of bytes are still open."""
+        chosen = self.rules()
+        schemes = self.schemes(chosen)
+        tasks: list[Task] = []
+        for name, weight in self.weights.items():
+            rule, placed = chosen[name], self.placed[name]
+            scheme = schemes.get(id(rule))
+            if rule.drop is not None:
+                tasks.append(Task(name, "drop", placed.role, weight, reason=rule.drop))
+            elif scheme is None or (scheme.element != "float" and not placed.linear) or (scheme.element == "float" and weight.encoding == "plain"):
+                tasks.append(Task(name, "keep", placed.role, weight))
+            elif weight.scheme == scheme:
+                tasks.append(Task(name, "pass", placed.role, weight, scheme=scheme))
+            elif scheme.element == "float":
+                tasks.append(Task(name, "decode", placed.role, weight, scheme=scheme))
+            else:
+                method = rule.method or DEFAULT_METHOD[scheme.element]
+                for module, matrix in self.matrices(weight, placed, scheme):
+                    task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
+                    tasks.append(task)
+        return tasks
+
+    def matrices(self, weight: Weight, placed: Placed, scheme: QuantScheme) -> list[tuple[str, Matrix]]:
+        """(module, matrix) for each linear layer inside a weight: one, or one an expert for a fused tensor."""
+        module = weight.module
+        if len(weight.shape) == 2:
+            return [(module, Matrix(weight, *weight.shape))]
+        experts, rows, inputs = weight.shape
+        if placed.transposed:
+            rows, inputs = inputs, rows
+        if self.family.name == "gpt_oss" or placed.transposed:
+            if self.format_name != "mxfp4":
+                self.fault(
+                    "the fused experts of gpt-oss are read by engines as MXFP4 or BF16 only",
+                    weight,
+                    value=f"{scheme.name} in the {self.format_name} format",
+                    allowed="keep, or scheme mxfp4 with --format mxfp4",
+                )
+            return [(module, Matrix(weight, rows, inputs, e * rows, e, placed.transposed)) for e in range(experts)]
+        stem, _, last = module.rpartition(".")
+        pieces = {"gate_up_proj": ("gate_proj", "up_proj")}.get(last, (last,))
+        if rows % len(pieces) or last not in ("gate_up_proj", "down_proj"):
+            self.fault("fused experts of an unknown layout", weight, value=list(weight.shape), allowed="gate_up_proj, down_proj")
+            return []
+        share = rows // len(pieces)
+        return [
+            (f"{stem}.{e}.{piece}", Matrix(weight, share, inputs, e * rows + i * share, e))
+            for e in range(experts)
+            for i, piece in enumerate(pieces)
+        ]
+
+    def parts(self, task: Task) -> list[Part]:
+        """The tensors a task writes, by the name that follows the module's."""
+        if task.fate == "drop":
+            return []
+        if task.fate == "decode":
+            return [Part("codes", "weight", "BF16", task.weight.shape)]
+        assert task.scheme is not None
+        if task.scheme.name not in self.format.SCHEMES:
+            self.fault(
+                f"the {self.format_name} format cannot hold {task.scheme.name}",
+                task.weight,
+                allowed=", ".join(self.format.SCHEMES),
+                hint="choose another --format, or another scheme; `scheme: bf16` decodes what the source has quantised",
+            )
+            return []
+        if task.fate == "pass":
+            return self._passed(task, task.scheme)
+        assert task.matrix is not None
+        static = task.input_scale is not None
+        try:
+            return self.format.parts(task.scheme, task.matrix.rows, task.matrix.inputs, half=self.half, input_scale=static)
+        except QuantkitError as e:
+            self.fault(e.message, task.weight, allowed=e.allowed, hint=e.hint)
+            return []
+
+    def _passed(self, task: Task, scheme: QuantScheme) -> list[Part]:
+        """Parts of a weight whose bytes are copied: dtypes of the source where only the label differs."""
+        weight = task.weight
+        if len(weight.shape) != 2:
+            self.fault("fused experts cannot change their format", weight, allowed="--format mxfp4, or keep")
+            return []
+        half = "scale" in weight.parts and weight.parts["scale"].dtype == "F16"
+        out = []
+        for part in self.format.parts(scheme, *weight.shape, half=half, input_scale=False):
+            own = weight.parts.get(part.kind)
+            if own is not None and part.kind == "shape":
+                part = replace(part, dtype=own.dtype)
+            elif own is not None and own.nbytes != nbytes_of(part.dtype, part.shape):
+                self.fault("the source's scale cannot be copied into this format", weight, value=f"{own.dtype} {own.shape}",
+                           allowed=f"{part.dtype} {part.shape}")  # fmt: skip
+            out.append(part)
+        return out
+
+
+def _grouped(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[tuple[str, list[Task]]]:
+    """Tasks that must share a scale come together, at the place of the first; every other stands alone."""
+    groups: dict[str, list[Task]] = {}
+    for task in tasks:
+        shared = task.fate == "quantize" and task.scheme is not None and task.scheme.shares_scale
+        key = task.name
+        if shared and placed[task.weight.name].fused:
+            key = f"{placed[task.weight.name].fused}"
+            if task.matrix and len(task.weight.shape) == 3:
+                key = f"{key}.{task.matrix.expert}"
+        elif task.matrix and task.matrix.weight.shape[0] != task.matrix.rows:
+            key = f"{task.name}[{task.matrix.expert}]"
+        groups.setdefault(key, []).append(task)
+    return list(groups.items())
+
+
+def is_published(planner: Planner, tasks: Sequence[Task]) -> bool:
+    """True when nothing but copies is asked for and the source is in the target format already (or no scheme is named)."""
+    fates = {t.fate for t in tasks}
+    if fates & {"quantize", "decode"}:
+        return False
+    method = (planner.source.config.get("quantization_config") or {}).get("quant_method")
+    text = planner.source.config.get("text_config") or {}
+    method = method or (text.get("quantization_config") or {}).get("quant_method")
+    return "pass" not in fates or method == planner.format_name
+
+
+def lay_out(groups: list[tuple[str, list[Task]]], parts: Mapping[int, list[Part]], limit: int) -> tuple[list[Step], list[Shard]]:
+    """Give every task its bytes: tensors fill shards in order, one task's tensors stay together."""
+    shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    size = 0
+    seen: set[str] = set()
+    where: dict[str, tuple[int, int]] = {}  # tensor -> (shard, position in it)
+    for _, tasks in groups:
+        for task in tasks:
+            entries = []
+            for part in parts[id(task)]:
+                name, shape = _tensor_of(task, part)
+                if name not in seen:
+                    seen.add(name)
+                    entries.append((name, part.dtype, shape))
+            need = sum(nbytes_of(d, s) for _, d, s in entries)
+            if size and size + need > limit:
+                shards.append([])
+                size = 0
+            for entry in entries:
+                where[entry[0]] = (len(shards) - 1, len(shards[-1]))
+                shards[-1].append(entry)
+            size += need
+    laid = [layout(entries) for entries in shards]
+    names = ["model.safetensors"] if len(laid) == 1 else [f"model-{i + 1:05d}-of-{len(laid):05d}.safetensors" for i in range(len(laid))]
+    steps = []
+    for key, tasks in groups:
+        placed_tasks = []
+        for task in tasks:
+            outs = []
+            for part in parts[id(task)]:
+                shard, position = where[_tensor_of(task, part)[0]]
+                slot = laid[shard][1][position]
+                share = nbytes_of(part.dtype, part.shape)
+                index = task.matrix.expert if task.matrix and slot.nbytes != share else 0
+                outs.append(Out(part.kind, slot.name, part.dtype, part.shape, shard, slot.start + index * share, share))
+            placed_tasks.append(replace(task, outs=tuple(outs)))
+        steps.append(Step(key, tuple(placed_tasks)))
+    return steps, [Shard(n, h, tuple(s), z) for n, (h, s, z) in zip(names, laid, strict=True)]
+
+
+def _tensor_of(task: Task, part: Part) -> tuple[str, tuple[int, ...]]:
+    """Name and full shape of the output tensor that holds a part of a task."""
+    weight = task.weight
+    if task.fate == "keep":
+        return part.name, part.shape
+    if part.name in ("blocks", "scales"):  # gpt-oss: all experts in one tensor, the suffix joined by `_`
+        return f"{task.name}_{part.name}", (weight.shape[0], *part.shape)
+    if task.fate == "decode" or task.fate == "pass":
+        name = weight.name if task.fate == "decode" else f"{weight.module}.{part.name}"
+        return name, part.shape
+    return f"{task.name}.{part.name}", part.shape
+
+
+def _kept(weight: Weight) -> list[Part]:
+    """Parts of a weight that is copied under its own names; its activation scales come along."""
+    named = [(kind, t) for kind, t in weight.parts.items()] + [(f"extra{i}", t) for i, t in enumerate(weight.extra)]
+    return [Part(kind, t.name, t.dtype, t.shape) for kind, t in named]  # type: ignore[arg-type]
+
+
+def _layers(planner: Planner, tasks: Sequence[Task]) -> tuple[list[Layer], list[str]]:
+    """Linear layers of the output, and the names of those that stay unquantised: in full, one per shard."""
+    layers, ignore = [], []
+    for task in tasks:
+        quantized = task.fate in ("quantize", "pass") and task.scheme is not None
+        placed = planner.placed[task.weight.name]
+        is_matrix = task.weight.name.endswith(".weight") and len(task.weight.shape) == 2
+        if quantized:
+            layers.append(Layer(task.name if task.fate == "quantize" else task.weight.module, task.scheme, task.input_scale))
+        elif task.fate != "drop" and is_matrix and not any(matches_role(placed.role.removeprefix("mtp."), r) for r in ("embedding", "norm")):
+            layers.append(Layer(task.weight.module, None))
+            ignore.append(task.weight.module)
+    heads = [w.module for n, w in planner.weights.items() if planner.placed[n].role == "lm_head"]
+    if not heads:  # a tied head has no tensor, but it is a linear layer all the same
+        embedding = next((n for n in planner.weights if planner.placed[n].role == "embedding"), "model.embed_tokens.weight")
+        ignore.append(embedding.rpartition("model.embed")[0].removesuffix("model.") + "lm_head")
+    return layers, ignore
+
+
+def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = None, tp: Sequence[int] = ()) -> Plan:
+    """The complete plan of one output; raises QuantkitError with every fault found."""
+    planner = Planner(recipe, source, format_name or recipe.output.format)
+    tasks = planner.tasks()
+    published = is_published(planner, tasks)
+    if not published:
+        tasks = [_for_format(planner, t) for t in tasks]
+    else:
+        tasks = [replace(t, fate="keep") if t.fate == "pass" else t for t in tasks]
+    parts = {id(t): _kept(t.weight) if t.fate == "keep" else planner.parts(t) for t in tasks}
+    wanted = tuple(tp) or recipe.output.tp
+    table, faults = tensor_parallel(tasks, planner.placed, source.config, wanted)
+    errors = planner.errors + check_shapes(tasks, table, recipe.name) + faults
+    if errors:
+        raise join_errors("the plan cannot be carried out", errors)
+    steps, shards = lay_out(_grouped(tasks, planner.placed), parts, recipe.output.shard_size)
+    layers, ignore = _layers(planner, tasks)
+    files: dict[str, Any] = {"config.json": source.config}
+    if not published:
+        bare = {k: v for k, v in source.config.items() if k not in ("quantization_config", "compression_config")}
+        files = {"config.json": bare}
+        if any(layer.scheme for layer in layers):
+            made = dict(planner.format.config(layers, ignore))
+            files = {**made, "config.json": {**bare, "quantization_config": made["config.json"]}}
+    return Plan(
+        source, recipe, "as published" if published else planner.format_name, planner.family, planner.placed,
+        tuple(steps), tuple(shards), tuple(layers), tuple(ignore), files, planner.half, table,
+    )  # fmt: skip
+
+
+def _for_format(planner: Planner, task: Task) -> Task:
+    """A kept weight that the source has quantised must be passed into the target format, or it would be unreadable."""
+    if task.fate != "keep" or task.weight.encoding == "plain":
+        return task
+    scheme = task.weight.scheme
+    if planner.format_name == "mxfp4" and len(task.weight.shape) == 3:
+        return task
+    if scheme is None or scheme.name not in planner.format.SCHEMES:
+        planner.fault(
+            f"a kept weight is stored in a way that the {planner.format_name} format cannot hold",
+            task.weight,
+            value=scheme.name if scheme else task.weight.encoding,
+            allowed=", ".join(planner.format.SCHEMES),
+            hint="give it `scheme: bf16` to decode it, or another --format",
+        )
+        return task
+    return replace(task, fate="pass", scheme=scheme)

@@ -1,0 +1,188 @@
+"""Recipes: which weights of a checkpoint become what, as YAML with no unknown keys.
+
+A rule matches weights by role (`quantize/roles.py`) or by name; the first rule that matches decides. Shipped recipes are
+the files of `quantkit.recipes`; any other path is read as a file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from quantkit.kernels.errors import QuantkitError
+from quantkit.kernels.scheme import SCHEMES, QuantScheme
+from quantkit.quantize.roles import matches_role
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _known_scheme(name: str) -> str:
+    if name not in SCHEMES:
+        raise ValueError(f"unknown scheme {name!r}; allowed: {', '.join(SCHEMES)}")
+    return name
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Group = Literal["auto", "channel", 32, 64, 128]
+
+
+class Strict(BaseModel):
+    """A frozen record in which an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Match(Strict):
+    """Which weights a rule speaks of: by `role` or by `name` (a glob, or `re:` and a regular expression)."""
+
+    role: Names = ()
+    name: Names = ()
+    # roles that the rule leaves to later rules
+    except_: Names = Field(default=(), alias="except")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Match:
+        if bool(self.role) == bool(self.name):
+            raise ValueError("give either `role` or `name`")
+        return self
+
+    def hits(self, name: str, role: str) -> bool:
+        """Whether the weight `name` (with `.weight`) of `role` is meant."""
+        if any(matches_role(role, p) for p in self.except_):
+            return False
+        if self.role:
+            return any(matches_role(role, p) for p in self.role)
+        return any(
+            re.match(p[3:], name) is not None if p.startswith("re:") else fnmatch.fnmatchcase(name, p) for p in self.name
+        )
+
+    @property
+    def closing(self) -> bool:
+        """The rule for everything that is left: the only one that may match nothing."""
+        return self.role == ("*",)
+
+    def __str__(self) -> str:
+        return f"role {', '.join(self.role)}" if self.role else f"name {', '.join(self.name)}"
+
+
+class Rule(Strict):
+    """One rule: `keep: true` (bytes as published), `drop: <reason>`, or a `scheme`.
+
+    group        int4 only: overrides the group of the scheme; `auto` takes the largest of 128, 64, 32 that divides the
+                 inputs of every weight of the rule
+    method       how scales are searched: see `quantkit.kernels.cpu.rows.METHODS`; the best one by default
+    input_scale  fp8-tensor only: a static activation scale to be written, where no calibration measures one
+    """
+
+    match: Match
+    keep: Literal[True] | None = None
+    drop: str | None = Field(default=None, min_length=1)
+    scheme: Annotated[str, AfterValidator(_known_scheme)] | None = None
+    group: Group | None = None
+    method: str | None = None
+    input_scale: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_fate(self) -> Rule:
+        if sum(x is not None for x in (self.keep, self.drop, self.scheme)) != 1:
+            raise ValueError("a rule says exactly one of `keep: true`, `drop: <reason>`, `scheme: <name>`")
+        if self.scheme is None and (self.group or self.method or self.input_scale):
+            raise ValueError("`group`, `method` and `input_scale` go with `scheme`")
+        if self.group and not (self.scheme or "").startswith("int4"):
+            raise ValueError("`group` is for int4 schemes: the groups of the others are fixed by their format")
+        if self.input_scale and self.scheme != "fp8-tensor":
+            raise ValueError("`input_scale` is for fp8-tensor")
+        return self
+
+    def with_group(self, group: int | str) -> QuantScheme:
+        """The int4 scheme of this rule with another group."""
+        prefix = (self.scheme or "").split("-")[0]
+        return SCHEMES[f"{prefix}-channel" if group == "channel" else f"{prefix}-g{group}"]
+
+
+class Output(Strict):
+    """One checkpoint to be written."""
+
+    format: Literal["compressed-tensors", "modelopt", "fp8", "mxfp4"] = "compressed-tensors"
+    tp: tuple[Annotated[int, Field(ge=1)], ...] = ()  # tensor-parallel sizes that have to load
+    shard_size: int = Field(default=5_000_000_000, ge=1, le=45_000_000_000)  # bytes
+
+
+class Recipe(Strict):
+    """What a run does. `weights` must end with a rule for everything else."""
+
+    name: str = ""
+    weights: tuple[Rule, ...] = Field(min_length=1)
+    outputs: tuple[Output, ...] = Field(default=(Output(),), min_length=1, max_length=1)
+
+    @model_validator(mode="after")
+    def _closed(self) -> Recipe:
+        if not self.weights[-1].match.closing:
+            raise ValueError('the last rule must be the one for everything else: {match: {role: "*"}, keep: true}')
+        return self
+
+    @property
+    def output(self) -> Output:
+        """The checkpoint to write."""
+        return self.outputs[0]
+
+
+def shipped() -> Iterator[tuple[str, str]]:
+    """(name, first comment line) of every recipe that comes with quantkit; reads no YAML."""
+    root = resources.files("quantkit.recipes")
+    for folder, prefix in ((root, ""), (root / "models", "models/")):
+        for file in sorted(folder.iterdir(), key=lambda f: f.name):
+            if file.name.endswith(".yaml"):
+                lines = file.read_text(encoding="utf-8").splitlines()
+                yield prefix + file.name.removesuffix(".yaml"), lines[0].lstrip("# ").strip() if lines else ""
+
+
+def _read(source: str) -> tuple[str, str]:
+    path = Path(source)
+    if source.endswith((".yaml", ".yml")):
+        try:
+            return str(path), path.read_text(encoding="utf-8")
+        except OSError as e:
+            raise QuantkitError(f"cannot read the recipe: {e.strerror}", file=path) from e
+    names = [name for name, _ in shipped()]
+    if source not in names:
+        close = [n for n in names if source in n or n in source]
+        raise QuantkitError(
+            "no such recipe",
+            value=source,
+            allowed=", ".join(names),
+            hint=f"did you mean {close[0]}?" if close else "a recipe of your own is a path that ends in .yaml",
+        )
+    file = resources.files("quantkit.recipes").joinpath(*f"{source}.yaml".split("/"))
+    return source, file.read_text(encoding="utf-8")
+
+
+def load_recipe(source: str) -> Recipe:
+    """The recipe of a shipped name or of a `.yaml` path; raises QuantkitError with the place of each fault."""
+    where, text = _read(source)
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise QuantkitError(f"the recipe is not valid YAML: {e}", file=where) from e
+    if not isinstance(data, dict):
+        raise QuantkitError("the recipe is not a mapping", file=where, hint="it begins with `weights:`")
+    try:
+        return Recipe.model_validate({"name": Path(where).stem, **data})
+    except ValidationError as e:
+        faults = []
+        for fault in e.errors():
+            place = ".".join(str(p) for p in fault["loc"]) or "recipe"
+            text = "unknown key" if fault["type"] == "extra_forbidden" else fault["msg"].removeprefix("Value error, ")
+            faults.append(f"  {place}: {text}")
+        raise QuantkitError(
+            "the recipe is not valid:\n" + "\n".join(faults), file=where, hint="`quantkit recipes NAME` prints a shipped one"
+        ) from e
