@@ -1,7 +1,7 @@
 """Checkpoints with true names, shapes, dtypes and file sizes but no weights: safetensors headers over sparse files.
 
 One generator, `tensors`, lists the DeepSeek-V3 line of models (DeepSeek-V3 and V3.2, Kimi-K2 and K2.6, GLM-5.2) at
-full size or as a miniature that keeps what is awkward in them: a `kv_a` projection whose last 128x128 block is partial, a
+full size or as a miniature that keeps what is awkward in them: a `kv_a` projection with a partial last 128x128 block, a
 float32 router bias, a LayerNorm with a bias, layers without an indexer of their own, an MTP layer numbered
 `num_hidden_layers`, and an ignore list that names a tensor which does not exist. A 755 GB model takes 15 MB of disk.
 """
