@@ -88,14 +88,14 @@ vllm: $(VENV)/dev.stamp $(VENV)/wheel.stamp .venv-vllm/ready.stamp
 	QUANTKIT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -m vllm $(PYTEST)
 
 .venv-vllm/ready.stamp: tests/integration/make_vllm_venv.sh
-	PYTHON=$(PYTHON) bash $< .venv-vllm
+	bash $< .venv-vllm $(PYTHON)
 	@touch $@
 
 bench: $(VENV)/dev.stamp $(VENV)/wheel.stamp .venv-peer/ready.stamp
 	$(BIN)/python tests/bench/stream.py --peer-python .venv-peer/bin/python $(BENCH)
 
 .venv-peer/ready.stamp: tests/bench/make_peer_venv.sh
-	PYTHON=$(PYTHON) bash $< .venv-peer
+	bash $< .venv-peer $(PYTHON)
 	@touch $@
 
 clean:
