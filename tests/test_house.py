@@ -209,7 +209,7 @@ def loaded_by(*commands: list[str]) -> set[str]:
 def test_help_and_recipes_load_nothing_heavy(command):
     loaded = loaded_by(command)
     assert "typer" in loaded
-    assert loaded & {"torch", "transformers", "numba", "numpy", "pydantic", "huggingface_hub", "safetensors"} == set()
+    assert loaded & {"torch", "transformers", "numba", "numpy", "huggingface_hub", "safetensors"} == set()
 
 
 def test_data_free_run_never_imports_torch(tmp_path):
