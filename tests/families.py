@@ -51,6 +51,8 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _DSA: dict[str, Any] = {**_MLA, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 16}
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_YARN |= {"rope_theta": 150000.0, "original_max_position_embeddings": 8}
 # config keys of the published files that transformers 5 does not write, though engines read them
 _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -63,9 +65,9 @@ def tiny(folder: Path, model_type: str, *, shards: int = 1, seed: int = 0, **set
     config = AutoConfig.for_model(model_type, **{**_BASE, **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.ndim == 1 and tensor.is_floating_point() and tensor.dtype != torch.float32:
-                tensor.copy_(1 + 0.1 * torch.randn(tensor.shape))  # norms and biases are constants otherwise
+        for tensor in model.parameters():
+            if tensor.ndim == 1 or tensor.std() == 0:  # norms and biases start as constants
+                tensor.copy_(tensor.mean() + 0.1 * torch.randn(tensor.shape))
     model.save_pretrained(folder)
     tensors = load_tensors(folder)
     for name, tensor in tensors.items():
@@ -188,7 +190,9 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3_moe": partial(tiny, model_type="qwen3_moe", shards=2, num_experts=4, mlp_only_layers=[0], **_MOE),
     "mixtral": partial(tiny, model_type="mixtral", shards=2, intermediate_size=128, **_TOP2),
     "minimax_m2": partial(tiny, model_type="minimax_m2", shards=2, intermediate_size=128, **_TOP2),
-    "gpt_oss": partial(tiny, model_type="gpt_oss", intermediate_size=256, sliding_window=32, **_TOP2),
+    "gpt_oss": partial(
+        tiny, model_type="gpt_oss", intermediate_size=256, sliding_window=32, rope_parameters=_YARN, **_TOP2
+    ),
     "deepseek_v3": partial(_routed, model_type="deepseek_v3", **_MLA),
     "deepseek_v32": partial(_routed, model_type="deepseek_v32", mtp_head=True, **_DSA),
     "glm4_moe": partial(
