@@ -12,28 +12,15 @@ from typing import NamedTuple
 
 COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 
-# config.json `model_type` (of the model or of its text part) -> the name people use
-KNOWN = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2-MoE",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
-    "deepseek_v3": "DeepSeek-V3",
-    "deepseek_v32": "DeepSeek-V3.2",
-    "kimi_k2": "Kimi-K2",
-    "kimi_k25": "Kimi-K2.5",
-    "glm4_moe": "GLM-4-MoE",
-    "glm_moe_dsa": "GLM-5",
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "MiniMax-M2",
-    "gemma": "Gemma",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3",
-    "phi3": "Phi-3",
-}
+# config.json `model_type` (of the model or of its language model) whose published tensors were checked against the rows
+KNOWN = frozenset({
+    "llama", "mistral", "mixtral",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25",
+    "glm4_moe", "glm_moe_dsa",
+    "gpt_oss", "minimax_m2",
+    "gemma", "gemma2", "gemma3_text", "phi3",
+})  # fmt: skip
 
 # families whose unquantised 3-D experts are stored [experts, inputs, outputs]; used only where the shape cannot tell
 TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "llama4", "llama4_text"})

@@ -22,7 +22,7 @@ from typing import Any
 from quantkit.quantize import families
 from quantkit.quantize.families import REPLICATED, ROW, Row
 
-_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+_NUMBER = re.compile(r"\.(\d{1,9})(?=\.|$)")
 _LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks|decoder_layers|mtp_layers)\.#\.")
 _PARAMETER = re.compile(r"(.+?)(?:\.|(?<=_proj)_)(weight|bias)")
 _PREFIX = re.compile(r"(?:(?:language_model|model|transformer|text_model)\.)*")
@@ -60,7 +60,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The model family and, in plain sentences, what had to be assumed about it."""
+    """The model family, named by its `model_type`, and in plain sentences what had to be assumed about it."""
 
     name: str
     known: bool
@@ -99,11 +99,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _count(config: Mapping[str, Any], *keys: str) -> int | None:
+    """The first of these keys that holds a positive whole number."""
+    return next((config[k] for k in keys if type(config.get(k)) is int and config[k] > 0), None)
+
+
 def tp_facts(config: Mapping[str, Any]) -> TpFacts:
     """Head counts of config.json; 0 where it does not say (nothing can then be checked)."""
     text = text_config(config)
-    heads = int(text.get("num_attention_heads") or 0)
-    return TpFacts(heads, int(text.get("num_key_value_heads") or heads), bool(text.get("kv_lora_rank")))
+    heads = _count(text, "num_attention_heads", "n_head") or 0
+    return TpFacts(heads, _count(text, "num_key_value_heads") or heads, bool(text.get("kv_lora_rank")))
 
 
 def matches_role(role: str, pattern: str) -> bool:
@@ -121,14 +126,14 @@ def roles_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -
     away. `config` is config.json as read. Never raises on an unknown model: what cannot be placed is `other`.
     """
     text = text_config(config)
-    layers = next((int(text[k]) for k in ("num_hidden_layers", "n_layer", "num_layers") if text.get(k)), None)
+    layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     kinds: dict[str, _Kind] = {}
     placed: dict[str, Placed] = {}
     counts: Counter[str] = Counter()
     others: dict[str, list[str]] = {}
     for name, shape in shapes.items():
-        pieces = _NUMBER.split(name)
+        pieces = _NUMBER.split(name.replace("#", "_"))
         template = ".#".join(pieces[::2])
         kind = kinds.get(template)
         if kind is None:
@@ -227,10 +232,10 @@ def _orient_experts(
 
 
 def _name_of(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, bool]:
-    """The family's usual name and whether its tensors are known here."""
+    """The family's `model_type` and whether its tensors are known here."""
     types = [str(t) for t in (config.get("model_type"), text.get("model_type")) if t]
     known = next((t for t in types if t in families.KNOWN), None)
-    return (families.KNOWN[known], True) if known else (types[0] if types else "unknown", False)
+    return (known, True) if known else (types[0] if types else "unknown", False)
 
 
 def _say_names(name: str, kinds: Mapping[str, _Kind]) -> list[str]:
