@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import glm_layer
 import measure
@@ -138,7 +139,12 @@ class Bench:
                 peer.append(self._peer(cases[0]))
                 _say(f"{cases[0].path}: {peer[-1]['seconds']:.2f} s (peer)")
         for case in cases:
-            row = {"key": case.key, "path": case.path, "bytes_in": size, "quantkit": _median(ours[case.key], size)}
+            row: dict[str, Any] = {
+                "key": case.key,
+                "path": case.path,
+                "bytes_in": size,
+                "quantkit": _median(ours[case.key], size),
+            }
             row["small_checkpoint_seconds"] = {"first": small[case.key][0], "later": small[case.key][1]}
             if peer:
                 row["peer"] = _median(peer, size)
