@@ -208,6 +208,10 @@ class Reader:
                     raise QuantkitError(f"cannot read the file: {e.strerror}", file=file) from e
             return self._fds[file]
 
+    def descriptor(self, info: TensorInfo) -> int:
+        """The open file that holds a tensor; it stays open until `close`."""
+        return self._fd(info.file)
+
     def read_into(self, info: TensorInfo, first: int, into: npt.NDArray[Any]) -> None:
         """Fill the contiguous array `into` with the tensor's bytes from byte `first` on."""
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,6 +72,13 @@ class Task:
     input_scale: float | None = None
     reason: str = ""
     outs: tuple[Out, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """The part of the source weight that this task stands for: 1, or less for one matrix of a fused tensor."""
+        if self.matrix is None:
+            return 1.0
+        return self.matrix.rows * self.matrix.inputs / math.prod(self.weight.shape)
 
 
 @dataclass(frozen=True, slots=True)

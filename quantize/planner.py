@@ -14,9 +14,9 @@ from quantkit.export.checkpoint import Checkpoint
 from quantkit.export.formats import Format, Layer, Part, format_module
 from quantkit.export.safetensors_file import layout, nbytes_of
 from quantkit.export.sources.detect import Weight, weights_of
-from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS
+from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
 from quantkit.kernels.errors import QuantkitError, join_errors
-from quantkit.kernels.scheme import QuantScheme
+from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.checks import check_shapes, tensor_parallel
 from quantkit.quantize.plan import Matrix, Out, Plan, Shard, Step, Task
 from quantkit.quantize.recipe import Recipe, Rule
@@ -88,10 +88,8 @@ class Planner:
             if group == "auto":
                 inputs = {w.shape[-1] for n, w in self.weights.items() if chosen[n] is rule and self.placed[n].linear}
                 group = next((g for g in AUTO_GROUPS if all(i % g == 0 for i in inputs)), 32)
-            from quantkit.kernels.scheme import scheme as by_name
-
-            found[id(rule)] = rule.with_group(group) if group else by_name(rule.scheme)
-            known = METHODS.get(found[id(rule)].element, ())
+            found[id(rule)] = rule.with_group(group) if group else SCHEMES[rule.scheme]
+            known = METHODS[family(found[id(rule)])] if found[id(rule)].element != "float" else ()
             if rule.method is not None and rule.method not in known:
                 self.errors.append(
                     QuantkitError(
@@ -117,7 +115,7 @@ class Planner:
             elif scheme.element == "float":
                 tasks.append(Task(name, "decode", placed.role, weight, scheme=scheme))
             else:
-                method = rule.method or DEFAULT_METHOD[scheme.element]
+                method = rule.method or DEFAULT_METHOD[family(scheme)]
                 for module, matrix in self.matrices(weight, placed, scheme):
                     task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
                     tasks.append(task)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.roles import matches_role
+from quantkit.quantize.shipped import read_recipe
 
 
 def _as_tuple(value: Any) -> Any:
@@ -136,39 +135,9 @@ class Recipe(Strict):
         return self.outputs[0]
 
 
-def shipped() -> Iterator[tuple[str, str]]:
-    """(name, first comment line) of every recipe that comes with quantkit; reads no YAML."""
-    root = resources.files("quantkit.recipes")
-    for folder, prefix in ((root, ""), (root / "models", "models/")):
-        for file in sorted(folder.iterdir(), key=lambda f: f.name):
-            if file.name.endswith(".yaml"):
-                lines = file.read_text(encoding="utf-8").splitlines()
-                yield prefix + file.name.removesuffix(".yaml"), lines[0].lstrip("# ").strip() if lines else ""
-
-
-def _read(source: str) -> tuple[str, str]:
-    path = Path(source)
-    if source.endswith((".yaml", ".yml")):
-        try:
-            return str(path), path.read_text(encoding="utf-8")
-        except OSError as e:
-            raise QuantkitError(f"cannot read the recipe: {e.strerror}", file=path) from e
-    names = [name for name, _ in shipped()]
-    if source not in names:
-        close = [n for n in names if source in n or n in source]
-        raise QuantkitError(
-            "no such recipe",
-            value=source,
-            allowed=", ".join(names),
-            hint=f"did you mean {close[0]}?" if close else "a recipe of your own is a path that ends in .yaml",
-        )
-    file = resources.files("quantkit.recipes").joinpath(*f"{source}.yaml".split("/"))
-    return source, file.read_text(encoding="utf-8")
-
-
 def load_recipe(source: str) -> Recipe:
     """The recipe of a shipped name or of a `.yaml` path; raises QuantkitError with the place of each fault."""
-    where, text = _read(source)
+    where, text = read_recipe(source)
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as e:
@@ -186,3 +155,16 @@ def load_recipe(source: str) -> Recipe:
         raise QuantkitError(
             "the recipe is not valid:\n" + "\n".join(faults), file=where, hint="`quantkit recipes NAME` prints a shipped one"
         ) from e
+
+
+def with_int4_group(recipe: Recipe, group: str) -> Recipe:
+    """The recipe with another group in all INT4 rules: `32`, `64`, `128`, `channel` or `auto`."""
+    value: int | str = int(group) if group.isdigit() else group
+    if value not in (32, 64, 128, "channel", "auto"):
+        raise QuantkitError("unknown group", value=group, allowed="32, 64, 128, channel, auto")
+    rules = [
+        r.model_copy(update={"group": value}) if (r.scheme or "").startswith("int4") else r for r in recipe.weights
+    ]
+    if not any(r.group for r in rules):
+        raise QuantkitError("--group is for INT4 and the recipe has no INT4 rule", value=group, allowed="no --group")
+    return recipe.model_copy(update={"weights": tuple(rules)})

@@ -1,0 +1,132 @@
+"""What each command does: read the arguments, call the library, hand the result to `show`."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.export.checkpoint import Checkpoint, open_checkpoint
+from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.cli import show
+from quantkit.quantize.plan import Plan
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+SMALLEST_MEMORY = 32 << 20
+
+
+def parse_bytes(text: str) -> int:
+    """`512MB`, `4GiB`, `1e9` ... in bytes; raises QuantkitError."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    except ValueError:
+        size = 0
+    if size < SMALLEST_MEMORY:
+        raise QuantkitError("not a memory size", value=text, allowed="32MB or more, such as 512MB or 4GiB")
+    return size
+
+
+def _emit(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+
+
+def _plan(source: str, recipe: str, format_name: str | None, group: str | None, tp: Sequence[int]) -> Plan:
+    from quantkit.quantize.planner import make_plan
+    from quantkit.quantize.recipe import load_recipe, with_int4_group
+
+    loaded = load_recipe(recipe)
+    if group is not None:
+        loaded = with_int4_group(loaded, group)
+    if any(n < 1 for n in tp):
+        raise QuantkitError("a tensor-parallel size must be 1 or more", value=list(tp))
+    return make_plan(loaded, open_checkpoint(source), format_name=format_name, tp=tp)
+
+
+def plan_command(
+    source: str, recipe: str, format_name: str | None, group: str | None, tp: Sequence[int], jobs: int, memory: str, as_json: bool
+) -> None:
+    """`quantkit plan`."""
+    from quantkit.quantize.capacity import plan_facts
+
+    budget = parse_bytes(memory)
+    plan = _plan(source, recipe, format_name, group, tp)
+    facts = plan_facts(plan, jobs, budget)
+    if as_json:
+        _emit(facts)
+    else:
+        show.plan(plan, facts)
+
+
+def export_command(
+    source: str, recipe: str, out: Path, format_name: str | None, group: str | None, tp: Sequence[int], jobs: int,
+    memory: str, as_json: bool, *, verify: bool,
+) -> None:  # fmt: skip
+    """`quantkit export` and `quantkit quantize`."""
+    from quantkit.quantize.capacity import plan_facts, step_bytes
+    from quantkit.quantize.journal import check_target
+    from quantkit.quantize.progress import progress
+    from quantkit.quantize.run import is_finished, run
+
+    budget = parse_bytes(memory)
+    plan = _plan(source, recipe, format_name, group, tp)
+    if not is_finished(plan, out):
+        check_target(out)
+    show.plan_line(plan, plan_facts(plan, jobs, budget))
+    with progress("quantize", plan.bytes_in) as advance:
+        summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    show.summary(plan, summary, out, peak)
+    result: dict[str, Any] = {
+        "out": str(out), "bytes_in": summary.bytes_in, "bytes_out": summary.bytes_out, "seconds": summary.seconds,
+        "resumed_steps": summary.resumed, "peak_memory_bytes": peak,
+    }  # fmt: skip
+    failed = False
+    if verify:
+        report = _verify(out, open_checkpoint(source), jobs)
+        result["verify"] = report.as_json()
+        show.report(report)
+        failed = not report.passed
+    if as_json:
+        _emit(result)
+    if failed:
+        sys.exit(1)
+
+
+def _verify(checkpoint: Path, source: Checkpoint | None, jobs: int) -> Any:
+    from quantkit.quantize.progress import progress
+    from quantkit.quantize.verification import verify_checkpoint
+
+    begun = time.monotonic()
+    total = source.nbytes if source else 0
+    with progress("verify", total, quiet=source is None) as advance:
+        return verify_checkpoint(checkpoint, source, jobs=jobs, advance=advance, begun=begun)
+
+
+def verify_command(checkpoint: str, source: str | None, jobs: int, as_json: bool) -> None:
+    """`quantkit verify`."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise QuantkitError("no such folder", file=checkpoint)
+    report = _verify(folder, open_checkpoint(source) if source else None, jobs)
+    if as_json:
+        _emit(report.as_json())
+    show.report(report)
+    if not report.passed:
+        sys.exit(1)
+
+
+def inspect_command(checkpoint: str, as_json: bool) -> None:
+    """`quantkit inspect`."""
+    from quantkit.quantize.capacity import checkpoint_facts
+
+    facts = checkpoint_facts(open_checkpoint(checkpoint))
+    if as_json:
+        _emit(facts)
+    else:
+        show.inspection(facts)

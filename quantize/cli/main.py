@@ -1,0 +1,167 @@
+"""The `quantkit` command: tables and progress for people on stderr, data on stdout, exit status 0, 1 or 2.
+
+Nothing heavy is imported here, so that `--help` answers at once: each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.kernels.errors import QuantkitError
+
+app = typer.Typer(
+    name="quantkit",
+    help="Turn a published language-model checkpoint into one you can serve: INT4, NVFP4, MXFP4, FP8, with proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or a Hub id such as org/name.")]
+RecipeName = Annotated[str, typer.Option("-r", "--recipe", help="A shipped recipe (see `quantkit recipes`) or a .yaml file.")]
+OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write; it must not hold anything yet.")]
+FormatName = Annotated[
+    str | None, typer.Option("--format", help="compressed-tensors, modelopt, fp8 or mxfp4; the recipe's by default.")
+]
+GroupSize = Annotated[
+    str | None, typer.Option("--group", help="INT4 group of all INT4 rules: 32, 64, 128, channel, or auto (largest that divides).")
+]
+TpSizes = Annotated[list[int] | None, typer.Option("--tp", help="Tensor-parallel size that has to load; may be repeated.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Threads; all cores by default.", show_default=False)]
+Memory = Annotated[str, typer.Option("--memory", help="Buffers of all threads together, such as 512MB or 4GB.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@app.command()
+def plan(
+    source: Source,
+    recipe: RecipeName,
+    format: FormatName = None,
+    group: GroupSize = None,
+    tp: TpSizes = None,
+    jobs: Jobs = CORES,
+    memory: Memory = "512MB",
+    json: AsJson = False,
+) -> None:
+    """Print what a run would do, from headers alone: fates, sizes, memory, and which TP sizes load."""
+    from quantkit.quantize.cli.commands import plan_command
+
+    plan_command(source, recipe, format, group, tp or [], jobs, memory, json)
+
+
+@app.command()
+def export(
+    source: Source,
+    recipe: RecipeName,
+    out: OutFolder,
+    format: FormatName = None,
+    group: GroupSize = None,
+    tp: TpSizes = None,
+    jobs: Jobs = CORES,
+    memory: Memory = "512MB",
+    json: AsJson = False,
+) -> None:
+    """Write the checkpoint. Running the command again after an interruption goes on where it stopped."""
+    from quantkit.quantize.cli.commands import export_command
+
+    export_command(source, recipe, out, format, group, tp or [], jobs, memory, json, verify=False)
+
+
+@app.command()
+def quantize(
+    source: Source,
+    recipe: RecipeName,
+    out: OutFolder,
+    format: FormatName = None,
+    group: GroupSize = None,
+    tp: TpSizes = None,
+    jobs: Jobs = CORES,
+    memory: Memory = "512MB",
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Write only, as `export` does.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Write the checkpoint, then verify what is on the disk against the source."""
+    from quantkit.quantize.cli.commands import export_command
+
+    export_command(source, recipe, out, format, group, tp or [], jobs, memory, json, verify=not no_verify)
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder to check.")],
+    source: Annotated[str | None, typer.Option("--source", help="The checkpoint it was made from: compare every weight.")] = None,
+    jobs: Jobs = CORES,
+    json: AsJson = False,
+) -> None:
+    """Check a checkpoint: every tensor once, sound scales, fused sets; with --source every code and error. Exit 1 on a failure."""
+    from quantkit.quantize.cli.commands import verify_command
+
+    verify_command(checkpoint, source, jobs, json)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder, or a Hub id.")], json: AsJson = False
+) -> None:
+    """Say what a checkpoint is: family, sizes, how the tensors of each role are stored."""
+    from quantkit.quantize.cli.commands import inspect_command
+
+    inspect_command(checkpoint, json)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None) -> None:
+    """List the shipped recipes, or print one of them."""
+    from quantkit.quantize.shipped import read_recipe, shipped
+
+    if name is not None:
+        sys.stdout.write(read_recipe(name)[1])
+        return
+    found = list(shipped())
+    width = max(len(n) for n, _ in found)
+    for recipe_name, line in found:
+        sys.stdout.write(f"{recipe_name:<{width}}  {line}\n")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    sys.stdout.write(installed("quantkit") + "\n")
+
+
+def run_app(call: Callable[[], Any]) -> int:
+    """Run a command; the exit status is 2 for bad input, printed without a traceback."""
+    try:
+        call()
+    except QuantkitError as e:
+        sys.stderr.write(f"error: {e}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: run the same command again to go on\n")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 1
+    return 0
+
+
+def main() -> None:
+    """Entry point of the `quantkit` script."""
+    sys.exit(run_app(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Tables for people, on stderr by way of rich: plain text when it is not a terminal, no colour under NO_COLOR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quantkit.quantize.plan import Plan
+from quantkit.quantize.run import Summary
+
+
+def _console() -> Console:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 160
+    return console
+
+
+def size(n: float) -> str:
+    """Bytes in GB and GiB, or in MB below 0.1 GB."""
+    return f"{n / 1e9:.3f} GB ({n / 2**30:.2f} GiB)" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+
+def _table(*columns: str, right: int = 99) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i >= right else "left", no_wrap=True)
+    return table
+
+
+def _ranges(numbers: list[str]) -> str:
+    return ", ".join(numbers) or "none"
+
+
+def plan(plan: Plan, facts: dict[str, Any]) -> None:
+    """The whole plan."""
+    console = _console()
+    console.print(f"{plan.source.folder}  family {facts['family']}  recipe {facts['recipe']}  format {facts['format']}")
+    for assumption in facts["assumptions"]:
+        console.print(f"  {assumption}")
+    table = _table("role", "fate", "scheme", "layers", "in MB", "out MB", "bits/weight", right=3)
+    for row in facts["fates"]:
+        bits = 8 * row["bytes_out"] / row["parameters"] if row["parameters"] else 0
+        scheme = row["scheme"] + (f" {row['method']}" if row["method"] else "") + (f" ({row['reason']})" if row["reason"] else "")
+        table.add_row(
+            row["role"], row["fate"], scheme, f"{row['layers']:,}", f"{row['bytes_in'] / 1e6:,.2f}", f"{row['bytes_out'] / 1e6:,.2f}", f"{bits:.2f}"
+        )
+    console.print(table)
+    console.print(f"in      {size(facts['bytes_in'])}, {facts['tensors_in']:,} tensors")
+    console.print(
+        f"out     {size(facts['bytes_out'])}, {facts['tensors_out']:,} tensors, {facts['shards']} shards, "
+        f"{facts['bits_per_weight']:.2f} bits per weight"
+    )
+    console.print(f"needs   {size(facts['disk_bytes'])} of disk, {size(facts['memory_bytes'])} of memory at most")
+    console.print(f"TP      loads: {_ranges([n for n, why in facts['tp'].items() if why == 'loads'])}")
+    for n, why in facts["tp"].items():
+        if why != "loads":
+            console.print(f"        {n} will not load: {why}")
+
+
+def plan_line(plan: Plan, facts: dict[str, Any]) -> None:
+    """The plan in two lines, before a run."""
+    console = _console()
+    schemes = sorted({t.scheme.name for t in plan.tasks if t.scheme})
+    console.print(
+        f"{plan.source.folder} -> {', '.join(schemes) or 'as published'} in the format {plan.format}: "
+        f"{size(facts['bytes_in'])} to {size(facts['bytes_out'])}, {facts['bits_per_weight']:.2f} bits per weight"
+    )
+    for assumption in facts["assumptions"]:
+        console.print(f"  {assumption}")
+
+
+def summary(plan: Plan, summary: Summary, out: Path, peak: int) -> None:
+    """What a run did."""
+    console = _console()
+    if summary.seconds == 0.0 and summary.resumed:
+        console.print(f"{out} is finished already: nothing to do")
+        return
+    rate = summary.bytes_in / summary.seconds / 1e9 if summary.seconds else 0
+    resumed = f", {summary.resumed} of {len(plan.steps)} steps were there already" if summary.resumed else ""
+    console.print(
+        f"wrote {summary.bytes_out / 1e9:.3f} GB from {summary.bytes_in / 1e9:.3f} GB in {summary.seconds:.1f} s "
+        f"({rate:.2f} GB/s, peak memory {peak / 1e9:.2f} GB{resumed})"
+    )
+    console.print(f"  {out}")
+
+
+def report(report: Any) -> None:
+    """The verifier's result: each check with its verdict, the worst layers, the first failures."""
+    console = _console()
+    for check in report.checks:
+        verdict = "ok  " if check.passed else "FAIL"
+        console.print(f"{verdict} {check.name}: {check.value}")
+        for failure in check.failures[:10]:
+            console.print(f"       {failure}")
+        if len(check.failures) > 10:
+            console.print(f"       ... and {len(check.failures) - 10} more")
+    if report.worst:
+        table = _table("worst layers", "scheme", "relative error", "bound", "SQNR dB", right=2)
+        for layer in report.worst:
+            table.add_row(layer.name, layer.scheme, f"{layer.error:.5f}", f"{layer.bound:.5f}", f"{layer.sqnr:.2f}")
+        console.print(table)
+    console.print(f"{'verified' if report.passed else 'FAILED'}: {report.folder} in {report.seconds:.1f} s")
+
+
+def inspection(facts: dict[str, Any]) -> None:
+    """What a checkpoint is."""
+    console = _console()
+    method = f", {facts['quant_method']} {facts['quant_format'] or ''}" if facts["quant_method"] else ", not quantised"
+    console.print(f"{facts['folder']}  family {facts['family']}  {' '.join(facts['architectures'])}{method}")
+    for assumption in facts["assumptions"]:
+        console.print(f"  {assumption}")
+    table = _table("role", "stored as", "tensors", "parameters", "MB", "example", right=2)
+    table.columns[-1].justify = "left"
+    for row in facts["stored"]:
+        table.add_row(
+            row["role"], row["stored"], f"{row['tensors']:,}", f"{row['parameters']:,}", f"{row['bytes'] / 1e6:,.2f}", row["example"]
+        )
+    console.print(table)
+    console.print(
+        f"{size(facts['bytes'])}, {facts['tensors']:,} tensors in {facts['files']} files, {facts['parameters']:,} parameters, "
+        f"{facts['bits_per_weight']:.2f} bits per weight"
+    )

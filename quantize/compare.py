@@ -1,0 +1,211 @@
+"""Compare one weight of a checkpoint with its source, from the bytes on both disks.
+
+Letters: R rows, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.export.checkpoint import Reader
+from quantkit.export.safetensors_file import TensorInfo
+from quantkit.export.sources.detect import Weight
+from quantkit.export.sources.rows import row_source
+from quantkit.export.verify import scale_values
+from quantkit.kernels.cpu.convert import f32_to_bf16
+from quantkit.kernels.cpu.measure import amax_f32, sq_difference
+from quantkit.kernels.cpu.rows import quantize_rows, requantize_rows, row_parts
+from quantkit.kernels.packed import unpack_zero_points
+from quantkit.kernels.scheme import BLOCK, QuantScheme
+from quantkit.quantize.work import blocks_of, chunk_rows, chunks_of
+
+MEMORY = 64 << 20  # bytes of a block's buffers
+COPY = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A weight of the output, and the rows of the source that it stands for (from `first_row` of the flattened weight)."""
+
+    source: Weight
+    output: Weight
+    first_row: int = 0
+    expert: int | None = None  # set when the source holds this matrix transposed
+
+    @property
+    def nbytes(self) -> int:
+        """Source bytes that the comparison reads."""
+        return int(self.source.nbytes * np.prod(self.output.shape) / max(1, np.prod(self.source.shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What came out: `differing` of `count` bytes, values or codes; sums of squares for a quantised layer (scheme set)."""
+
+    name: str
+    scheme: str
+    count: int
+    differing: int
+    sq_err: float = 0.0
+    sq_norm: float = 0.0
+    sq_plain: float = 0.0
+
+
+def pairs_of(
+    source: Mapping[str, Weight], output: Mapping[str, Weight], dropped: set[str]
+) -> tuple[list[Pair], list[str], list[str]]:
+    """(pairs, source weights without a counterpart, output weights without one)."""
+    pairs: list[Pair] = []
+    missing: list[str] = []
+    used: set[str] = set()
+    for name, weight in source.items():
+        if name in output:
+            found = [Pair(weight, output[name])]
+        else:
+            found = _experts(weight, output)
+        if found:
+            used.update(p.output.name for p in found)
+            pairs += found
+        elif name not in dropped:
+            missing.append(name)
+    return pairs, missing, [n for n in output if n not in used]
+
+
+def _experts(weight: Weight, output: Mapping[str, Weight]) -> list[Pair]:
+    """The matrices that a fused tensor of experts was split into, or an empty list."""
+    if len(weight.shape) != 3:
+        return []
+    stem, _, last = weight.module.rpartition(".")
+    pieces = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    share = weight.shape[1] // len(pieces)
+    names = [(e, i, f"{stem}.{e}.{p}.weight") for e in range(weight.shape[0]) for i, p in enumerate(pieces)]
+    if not all(n in output for _, _, n in names):
+        return []
+    return [Pair(weight, output[n], e * weight.shape[1] + i * share) for e, i, n in names]
+
+
+def compare(pair: Pair, reader: Reader) -> Compared:
+    """Compare one pair."""
+    out, src = pair.output, pair.source
+    if out.encoding == "plain" and src.encoding == "plain":
+        return _bytes(out.name, [(src.parts["codes"], out.parts["codes"])], reader)
+    if out.encoding == "plain":
+        return _decoded(pair, reader)
+    if out.scheme is None or out.scheme == src.scheme:
+        same = [(src.parts[k], t) for k, t in out.parts.items() if k in src.parts and k != "shape"]
+        return _bytes(out.name, same, reader)
+    return _quantized(pair, out.scheme, reader)
+
+
+def _bytes(name: str, tensors: list[tuple[TensorInfo, TensorInfo]], reader: Reader) -> Compared:
+    count = differing = 0
+    for a, b in tensors:
+        count += max(a.nbytes, b.nbytes)
+        differing += abs(a.nbytes - b.nbytes)
+        for at in range(0, min(a.nbytes, b.nbytes), COPY):
+            n = min(COPY, a.nbytes - at, b.nbytes - at)
+            left, right = np.empty(n, np.uint8), np.empty(n, np.uint8)
+            reader.read_into(a, at, left)
+            reader.read_into(b, at, right)
+            differing += int(np.count_nonzero(left != right))
+    return Compared(name, "", count, differing)
+
+
+def _decoded(pair: Pair, reader: Reader) -> Compared:
+    """A quantised source that became BF16: every value is the source's value rounded to nearest even."""
+    rows, inputs = int(np.prod(pair.output.shape[:-1])), pair.output.shape[-1]
+    source = row_source(pair.source, rows, inputs, 0, None, reader)
+    w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
+    expected = np.empty(w_RI.shape, np.uint16)
+    stored = np.empty(w_RI.shape, np.uint16)
+    differing = 0
+    for first, n_rows in blocks_of(rows, inputs, MEMORY):
+        source.load(first, n_rows)
+        for at, n in chunks_of(n_rows, inputs, 1):
+            source.decode(first + at, n, w_RI[:n])
+            f32_to_bf16(w_RI[:n], expected[:n])
+            reader.read_into(pair.output.parts["codes"], (first + at) * inputs * 2, stored[:n])
+            differing += int(np.count_nonzero(expected[:n] != stored[:n]))
+    return Compared(pair.output.name, "", rows * inputs, differing)
+
+
+def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
+    """Error, bound and nearest codes of a quantised layer."""
+    out = pair.output
+    rows, inputs = out.shape[-2:]
+    multiple = BLOCK if scheme.granularity == "block" else 1
+    source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader)
+    stored = row_source(out, rows, inputs, 0, None, reader)
+    half = out.parts["scale"].dtype == "F16" if "scale" in out.parts else False
+    scale = _stored_scale(out, scheme, reader)
+    zero = _stored_zero(out, reader)
+    shared, scale_2 = _shared(out, scheme, reader)
+    amax = float(shared or 0.0)
+    w_RI = np.empty((chunk_rows(inputs, multiple), inputs), np.float32)
+    hat_RI = np.empty_like(w_RI)
+    codes_at = out.parts["codes"].nbytes // rows
+    sums = np.zeros(3, np.float64)
+    differing = 0
+    for first, n_rows in blocks_of(rows, inputs, MEMORY):
+        source.load(first, n_rows)
+        stored.load(first, n_rows)
+        plain = row_parts(scheme, chunk_rows(inputs, multiple), inputs)
+        for at, n in chunks_of(n_rows, inputs, multiple):
+            source.decode(first + at, n, w_RI[:n])
+            stored.decode(first + at, n, hat_RI[:n])
+            err, norm = sq_difference(w_RI[:n], hat_RI[:n])
+            part = plain.first(n, multiple)
+            quantize_rows(w_RI[:n], scheme, "plain", amax, half, part)
+            sums += (err, norm, float(part.sq_err_R.sum()))
+            begin, end = (first + at) // multiple, -(-(first + at + n) // multiple)
+            own = scale if scale.ndim < 2 else np.ascontiguousarray(scale[begin:end])
+            own_zero = None if zero is None else np.ascontiguousarray(zero[first + at : first + at + n])
+            requantize_rows(w_RI[:n], scheme, half, own, own_zero, scale_2, part.codes)
+            on_disk = np.empty((n, codes_at), np.uint8)
+            reader.read_into(out.parts["codes"], (first + at) * codes_at, on_disk)
+            differing += differing_codes(scheme, part.codes, on_disk)
+    return Compared(out.name, scheme.name, rows * inputs, differing, *map(float, sums))
+
+
+def differing_codes(scheme: QuantScheme, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> int:
+    """Number of codes that differ; +0 and -0 of a float element are the same value."""
+    x = a ^ b.reshape(a.shape)
+    if scheme.element == "e4m3":
+        return int(np.count_nonzero(x & ~np.where(((a | b.reshape(a.shape)) & 0x7F) == 0, 0x80, 0).astype(np.uint8)))
+    return int(np.count_nonzero(x & 0x0F) + np.count_nonzero(x & 0xF0))
+
+
+def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[np.generic]:
+    """The scales on disk in the arrays that the kernels use."""
+    info = out.parts["scale"]
+    raw = reader.read(info)
+    if scheme.element == "int4":
+        return raw.view(np.uint16).reshape(info.shape)
+    if scheme.element == "e2m1":
+        return raw.reshape(out.shape[0], -1)
+    values = scale_values(info, reader)
+    if scheme.granularity == "tensor":
+        return values[:1]
+    rows = -(-out.shape[0] // BLOCK) if scheme.granularity == "block" else out.shape[0]
+    return values.reshape(rows, -1)
+
+
+def _stored_zero(out: Weight, reader: Reader) -> NDArray[np.int8] | None:
+    info = out.parts.get("zero")
+    return None if info is None else unpack_zero_points(reader.read(info).view(np.int32).reshape(info.shape), out.shape[0])
+
+
+def _shared(out: Weight, scheme: QuantScheme, reader: Reader) -> tuple[float | None, float | None]:
+    """(amax of the fused set that the stored global scale came from, NVFP4's multiplier)."""
+    if scheme.has_global:
+        kind = "multiplier" if "multiplier" in out.parts else "divisor"
+        value = np.float32(scale_values(out.parts[kind], reader)[0])
+        multiplier = value if kind == "multiplier" else np.float32(1) / value
+        return float(multiplier) * 448.0 * 6.0, float(multiplier)
+    if scheme.granularity == "tensor":
+        return float(scale_values(out.parts["scale"], reader)[0]) * 448.0, None
+    return None, None

@@ -1,0 +1,264 @@
+"""Carry a plan out: read, decode, search, round, pack, write each byte at its planned offset, journal, rename.
+
+Steps are independent, so they run on `jobs` threads in any order; kernels and reads release the interpreter. Each step
+works through its matrices in blocks of rows that fit the memory budget. Which thread did what, how often the run was
+killed and how large the budget was leaves no trace in the output.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from quantkit.export.checkpoint import INDEX, Reader
+from quantkit.export.safetensors_file import write_all
+from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
+from quantkit.quantize.plan import Plan, Shard, Step
+from quantkit.quantize.work import Measured, Target, run_step
+
+SYNC_SECONDS = 2.0  # at most so much finished work is done again after a kill
+MANIFEST = "quantkit.json"
+# Files of a source that are weights in another form, or say how the source was quantised: not copied.
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
+SOURCE_QUANT_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", MANIFEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run did. `seconds` covers the streaming of weights, without planning and start-up."""
+
+    bytes_in: int
+    bytes_out: int
+    seconds: float
+    resumed: int
+    measured: Mapping[str, Measured]
+
+
+def _no_space(error: OSError, out: Path) -> QuantkitError | None:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return None
+    return QuantkitError(
+        f"no space left for the output: {os.strerror(error.errno)}",
+        file=out,
+        hint="make space and run the same command again: finished tensors are kept",
+    )
+
+
+def _open_shard(shard: Shard, folder: Path) -> int:
+    """A shard at its full size, its header written; space is reserved so that a full disk shows now."""
+    path = folder / shard.name
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(fd).st_size != shard.size:
+            os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, shard.size)
+        write_all(fd, shard.header, 0)
+    except OSError as e:
+        os.close(fd)
+        raise _no_space(e, path) or QuantkitError(f"cannot write: {e.strerror}", file=path) from e
+    return fd
+
+
+def _check_disk(plan: Plan, work: Work) -> None:
+    """Refuse to start when the disk cannot hold what is still missing."""
+    have = sum(s.stat().st_blocks * 512 for s in work.checkpoint.iterdir() if s.is_file())
+    need = plan.file_bytes - have
+    free = shutil.disk_usage(work.folder).free
+    if need > free:
+        raise QuantkitError(
+            "the disk cannot hold the output",
+            file=work.folder,
+            value=f"{free / 1e9:.2f} GB free",
+            allowed=f"{need / 1e9:.2f} GB still needed of {plan.file_bytes / 1e9:.2f} GB",
+            hint="make space and run the same command again, or choose another -o",
+        )
+
+
+class _Steps:
+    """Hands steps to worker threads one by one, until one of them fails."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+        self._lock = threading.Lock()
+        self.stop = threading.Event()
+
+    def next(self) -> Step | None:
+        with self._lock:
+            return None if self.stop.is_set() else next(self._steps, None)
+
+
+def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step], None] = lambda _: None) -> Summary:
+    """Write the checkpoint of `plan` to `out`; resumes what an earlier run of the same plan has left.
+
+    `memory` bounds the buffers of all threads together, in bytes; `report` is called for every finished step.
+    Raises QuantkitError for a fault in a weight, a full disk, or an output that is taken.
+    """
+    out = Path(os.path.abspath(out))
+    already = _finished(plan, out)
+    if already is not None:
+        shutil.rmtree(work_folder(out), ignore_errors=True)
+        return already
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = open_work(out, plan.identity())
+    try:
+        _check_disk(plan, work)
+        resumed = len(work.done)
+        begun = time.monotonic()
+        with Reader() as reader:
+            _stream(plan, work, reader, jobs, memory, report)
+        seconds = time.monotonic() - begun
+        measured = {name: Measured(*m) for step in work.done.values() for name, m in step.items()}
+        _write_files(plan, work.checkpoint, measured)
+        work.publish(out)
+    except OSError as e:
+        raise _no_space(e, out) or e from e
+    finally:
+        work.close()
+    return Summary(plan.bytes_in, plan.bytes_out, seconds, resumed, measured)
+
+
+def is_finished(plan: Plan, out: Path) -> bool:
+    """True when `out` is the finished output of the very same plan."""
+    return _finished(plan, out) is not None
+
+
+def _finished(plan: Plan, out: Path) -> Summary | None:
+    """The summary of a finished output of the very same plan, or None."""
+    manifest = out / MANIFEST
+    if not manifest.is_file():
+        return None
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+        if data["plan"] != plan.identity():
+            return None
+        measured = {n: Measured(*m) for n, m in data["measured"].items()}
+    except (ValueError, KeyError, TypeError):
+        return None
+    return Summary(plan.bytes_in, plan.bytes_out, 0.0, len(plan.steps), measured)
+
+
+def _stream(plan: Plan, work: Work, reader: Reader, jobs: int, memory: int, report: Callable[[Step], None]) -> None:
+    """Run every step that is not in the journal; journal what is finished and synced."""
+    fds: list[int] = []
+    try:
+        for shard in plan.shards:
+            fds.append(_open_shard(shard, work.checkpoint))
+        todo = [s for s in plan.steps if s.name not in work.done]
+        for step in plan.steps:
+            if step.name in work.done:
+                report(step)
+        steps = _Steps(iter(todo))
+        results: queue.SimpleQueue[tuple[Step, dict[str, Any] | BaseException] | None] = queue.SimpleQueue()
+
+        def worker() -> None:
+            target = Target(fds, reader, memory // jobs, plan.half)
+            while (step := steps.next()) is not None:
+                try:
+                    results.put((step, run_step(step, target)))
+                except BaseException as e:  # handed to the main thread, which raises it
+                    steps.stop.set()
+                    results.put((step, e))
+            results.put(None)
+
+        threads = [threading.Thread(target=worker, name=f"quantkit-{i}", daemon=True) for i in range(jobs)]
+        for thread in threads:
+            thread.start()
+        try:
+            _collect(results, len(threads), work, fds, report)
+        finally:
+            steps.stop.set()
+            for thread in threads:
+                thread.join()
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _collect(
+    results: queue.SimpleQueue[tuple[Step, dict[str, Any] | BaseException] | None],
+    running: int, work: Work, fds: list[int], report: Callable[[Step], None],
+) -> None:  # fmt: skip
+    """Gather finished steps until every worker has ended; sync and journal them from time to time and at the end."""
+    pending: dict[str, Any] = {}
+    touched: set[int] = set()
+    failure: BaseException | None = None
+    synced = time.monotonic()
+    try:
+        while running:
+            item = results.get()
+            if item is None:
+                running -= 1
+                continue
+            step, result = item
+            if isinstance(result, BaseException):
+                failure = failure or result
+                continue
+            pending[step.name] = result
+            touched.update(o.shard for t in step.tasks for o in t.outs)
+            report(step)
+            if time.monotonic() - synced > SYNC_SECONDS:
+                _sync(work, fds, touched, pending)
+                synced = time.monotonic()
+    finally:
+        _sync(work, fds, touched, pending)
+    if failure is not None:
+        raise failure
+
+
+def _sync(work: Work, fds: list[int], touched: set[int], pending: dict[str, Any]) -> None:
+    for shard in touched:
+        os.fdatasync(fds[shard])
+    work.append(pending)
+    touched.clear()
+    pending.clear()
+
+
+def _write_files(plan: Plan, folder: Path, measured: Mapping[str, Measured]) -> None:
+    """Everything beside the shards: side files byte for byte, configuration, index, manifest."""
+    for side in plan.source.side_files:
+        published = plan.format == "as published"
+        if side.suffix in NOT_COPIED or (side.name in SOURCE_QUANT_FILES and not (published and side.name != MANIFEST)):
+            continue
+        (folder / side).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(plan.source.folder / side, folder / side)
+    files: dict[str, Any] = dict(plan.files)
+    if len(plan.shards) > 1:
+        files[INDEX] = plan.index
+    files[MANIFEST] = _manifest(plan, measured)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+    sync_folder(folder)
+
+
+def _manifest(plan: Plan, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """What was done, for the verifier and for people: the plan's identity, each layer's fate and error."""
+    return {
+        "quantkit": version("quantkit"),
+        "format": plan.format,
+        "plan": plan.identity(),
+        "source": {"name": plan.source.folder.name, "bytes": plan.bytes_in, "tensors": len(plan.source.tensors)},
+        "headers": {shard.name: hashlib.sha256(shard.header).hexdigest() for shard in plan.shards},
+        "layers": {
+            t.name: {"fate": t.fate, "role": t.role, **({"scheme": t.scheme.name, "method": t.method} if t.scheme else {})}
+            for t in plan.tasks
+            if t.fate != "keep"
+        },
+        "dropped": {t.name: t.reason for t in plan.tasks if t.fate == "drop"},
+        "measured": {name: [m.sq_err, m.sq_norm] for name, m in measured.items()},
+    }

@@ -1,0 +1,169 @@
+"""Verify a checkpoint: alone, or weight by weight against the source it was made from.
+
+With the source, every layer is decoded from the bytes on the disk and compared. Three things have to hold:
+- kept tensors, and codes that were passed through, equal the source's bytes;
+- each code is the nearest one to its source weight under the scale that is stored beside it;
+- the layer's error is at most that of the plainest rounding in the same scheme (absolute maximum, no search).
+
+Letters: R rows, I inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.export.checkpoint import Checkpoint, Reader, open_folder
+from quantkit.export.sources.detect import Weight, weights_of
+from quantkit.export.verify import Check, check_config, check_files, check_fused, check_scales, manifest_of
+from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.compare import Compared, Pair, compare, pairs_of
+from quantkit.quantize.roles import Placed, roles_of
+
+# A searched scale is never worse than the plain one; what may remain is the rounding of float64 sums.
+TOLERANCE = 1.0001
+WORST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """A quantised layer: relative error ||w - w_hat|| / ||w||, the bound it has to keep, the SQNR in dB."""
+
+    name: str
+    scheme: str
+    error: float
+    bound: float
+    sqnr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was checked, with what result."""
+
+    folder: str
+    checks: tuple[Check, ...]
+    layers: tuple[LayerError, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """No check failed."""
+        return all(c.passed for c in self.checks)
+
+    @property
+    def worst(self) -> tuple[LayerError, ...]:
+        """The layers with the largest relative error."""
+        return tuple(sorted(self.layers, key=lambda e: -e.error)[:WORST])
+
+    def as_json(self) -> dict[str, Any]:
+        """Every check and layer with value, bound and verdict."""
+        return {
+            "folder": self.folder,
+            "passed": self.passed,
+            "seconds": self.seconds,
+            "checks": [
+                {"name": c.name, "value": c.value, "passed": c.passed, "failures": list(c.failures)} for c in self.checks
+            ],
+            "layers": [
+                {"name": e.name, "scheme": e.scheme, "relative_error": e.error, "bound": e.bound, "sqnr_db": e.sqnr if math.isfinite(e.sqnr) else None,
+                 "passed": e.error <= e.bound * TOLERANCE}
+                for e in self.layers
+            ],
+        }  # fmt: skip
+
+
+def verify_checkpoint(
+    folder: Path, source: Checkpoint | None, *, jobs: int = 1, advance: Callable[[int], None] = lambda _: None, begun: float | None = None
+) -> Report:
+    """Check a folder; faults of the checkpoint become failed checks, never exceptions."""
+    begun = time.monotonic() if begun is None else begun
+    layers: list[LayerError] = []
+    try:
+        checkpoint = open_folder(folder)
+        weights = weights_of(checkpoint)
+    except QuantkitError as e:
+        checks = [Check("headers, index and companions can be read", "no", (str(e).replace("\n", "; "),))]
+        return Report(str(folder), tuple(checks), (), time.monotonic() - begun)
+    manifest = manifest_of(folder)
+    placed, _ = roles_of({n: w.shape for n, w in weights.items()}, checkpoint.config)
+    fused = {n: p.fused for n, p in placed.items() if p.fused is not None and n in weights}
+    with Reader() as reader:
+        checks = check_files(checkpoint, manifest)
+        checks.append(check_scales(weights, reader))
+        checks.append(check_fused(weights, fused, reader))
+        checks.append(check_config(checkpoint, weights, _linear(weights, placed)))
+        if source is not None:
+            more, layers = _against_source(weights, source, manifest, reader, jobs, advance)
+            checks += more
+    return Report(str(folder), tuple(checks), tuple(layers), time.monotonic() - begun)
+
+
+def _linear(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list[str]:
+    """Names of the 2-D weights of linear layers: embeddings and norms left out."""
+    return [
+        n for n, w in weights.items()
+        if n.endswith(".weight") and len(w.shape) == 2 and placed[n].role.removeprefix("mtp.") not in ("embedding", "norm")
+    ]  # fmt: skip
+
+
+def _against_source(
+    weights: Mapping[str, Weight], source: Checkpoint, manifest: Mapping[str, Any] | None, reader: Reader, jobs: int,
+    advance: Callable[[int], None],
+) -> tuple[list[Check], list[LayerError]]:  # fmt: skip
+    """Compare every weight of the source with what became of it."""
+    dropped = set((manifest or {}).get("dropped") or {})
+    pairs, missing, strange = pairs_of(weights_of(source), weights, dropped)
+    lost = tuple(f"{n}: is in the source, nothing of it in the checkpoint" for n in missing)
+    added = tuple(f"{n}: is not in the source" for n in strange)
+    checks = [Check("every tensor of the source is accounted for", f"{len(pairs)} weights, {len(dropped)} dropped by a rule", lost + added)]
+
+    def work(pair: Pair) -> Compared:
+        result = compare(pair, reader)
+        advance(pair.nbytes)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(work, pairs))
+    return checks + _verdicts(results), [_layer(r) for r in results if r.scheme]
+
+
+def _layer(r: Compared) -> LayerError:
+    error = math.sqrt(r.sq_err / r.sq_norm) if r.sq_norm else 0.0
+    bound = math.sqrt(r.sq_plain / r.sq_norm) if r.sq_norm else 0.0
+    return LayerError(r.name, r.scheme, error, bound, -20 * math.log10(error) if error else math.inf)
+
+
+def _verdicts(results: Sequence[Compared]) -> list[Check]:
+    """The checks that follow from all comparisons."""
+    copies = [r for r in results if not r.scheme]
+    layers = [r for r in results if r.scheme]
+    checks = [
+        Check(
+            "kept tensors and passed codes equal the source, bit for bit",
+            f"{len(copies)} tensors",
+            tuple(f"{r.name}: {r.differing} of {r.count} values differ" for r in copies if r.differing),
+        )
+    ]
+    if layers:
+        codes = sum(r.count for r in layers)
+        checks.append(
+            Check(
+                "every code is the nearest to its weight under the stored scale",
+                f"{codes} codes in {len(layers)} layers",
+                tuple(f"{r.name}: {r.differing} of {r.count} codes differ" for r in layers if r.differing),
+            )
+        )
+        over = [_layer(r) for r in layers]
+        checks.append(
+            Check(
+                "no layer is worse than plain rounding in its scheme",
+                f"relative error {min(e.error for e in over):.4f} to {max(e.error for e in over):.4f}",
+                tuple(f"{e.name}: relative error {e.error:.5f}, bound {e.bound:.5f}" for e in over if not e.error <= e.bound * TOLERANCE),
+            )
+        )
+    return checks
