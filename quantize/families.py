@@ -50,7 +50,7 @@ def _mlp(prefix: str, role: str) -> tuple[Row, ...]:
     """The three (or two) matrices of a gated MLP below `prefix`, under the names in use."""
     return (
         Row(prefix + r"(?:gate_proj|w1)", role, "gate", "gate_up", COLUMN),
-        Row(prefix + r"(?:up_proj|w3|fc1|c_fc)", role, "up", "gate_up", COLUMN),
+        Row(prefix + r"(?:up_proj|w3|fc1)", role, "up", "gate_up", COLUMN),
         Row(prefix + r"(?:down_proj|w2|fc2)", role, "down", None, ROW),
         Row(prefix + r"gate_up_proj", role, "gate_up", None, COLUMN),
     )

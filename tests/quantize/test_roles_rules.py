@@ -121,6 +121,37 @@ def test_unknown_names_are_other() -> None:
     assert len(about.assumptions) == len(shapes) - 1
 
 
+@pytest.mark.parametrize(
+    ("tail", "shape", "role", "part", "linear"),
+    [
+        ("attention.query_key_value.weight", (96, 32), "attention.qkv", None, True),
+        ("attention.dense.weight", (32, 32), "attention.o", None, True),
+        ("mlp.fc1.weight", (64, 32), "dense_mlp", "up", True),
+        ("mlp.fc2.weight", (32, 64), "dense_mlp", "down", True),
+        ("mlp.dense_h_to_4h.weight", (64, 32), "other", None, True),
+        ("mlp.c_fc.weight", (32, 64), "other", None, True),  # GPT-2 stores it inputs first: never taken for an MLP
+        ("feed_forward.experts.gate_up_proj", (4, 32, 128), "routed_experts", "gate_up", True),
+        ("feed_forward.shared_expert.down_proj.weight", (32, 64), "shared_experts", "down", True),
+        ("mlp.shared_mlp.gate_up_proj.weight", (128, 32), "shared_experts", "gate_up", True),
+        ("mlp.experts.2.gate_up_proj.weight", (128, 32), "routed_experts", "gate_up", True),
+        ("mlp.experts.gate_proj", (4, 64, 32), "routed_experts", "gate", True),
+        ("mlp.experts.up_proj.weight", (4, 64, 32), "routed_experts", "up", True),
+        ("mlp.experts.gate_up_proj", (128, 32), "routed_experts", "gate_up", False),  # not one matrix an expert
+        ("mlp.gate.wg.weight", (4, 32), "router", None, False),
+        ("mlp.moe_statics.e_score_correction_bias", (1, 4), "router_bias", None, False),
+        ("self_attn.k_proj.k_scale", (1,), "attention.kv_scale", None, False),
+        ("self_attn.v_scale", (), "attention.kv_scale", None, False),
+        ("ln_1.weight", (32,), "norm", None, False),
+        ("ln_1.bias", (32,), "norm", None, False),
+    ],
+)
+def test_names_of_other_families(tail: str, shape: tuple[int, ...], role: str, part: str | None, linear: bool) -> None:
+    name = "transformer.h.3." + tail
+    placed, _ = roles_of({name: shape}, {"hidden_size": 32, "num_hidden_layers": 4})
+    place = placed[name]
+    assert (place.role, place.part, place.linear, place.layer) == (role, part, linear, 3)
+
+
 def test_mtp_by_name_and_by_number() -> None:
     shapes = {
         "mtp.fc.weight": (64, 128),
