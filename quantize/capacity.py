@@ -11,8 +11,8 @@ from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.quantize.plan import Plan, Step
 from quantkit.quantize.roles import roles_of
 
-BASE_MEMORY = 260_000_000  # interpreter, numpy and compiled kernels, measured
-PER_TENSOR = 3_500  # bytes that one tensor of source and plan takes in memory, measured on 119,000 of them
+BASE_MEMORY = 220_000_000  # interpreter, numpy and compiled kernels, measured
+PER_TENSOR = 1_200  # bytes that one tensor of source and plan takes in memory, measured on 119,000 of them
 
 
 def _parameters(weights: Iterable[Weight]) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 
 from quantkit.export.checkpoint import Checkpoint
 from quantkit.export.formats import Format, Layer, Part, format_module
-from quantkit.export.safetensors_file import layout, nbytes_of
+from quantkit.export.safetensors_file import nbytes_of
 from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
 from quantkit.kernels.errors import QuantkitError, join_errors
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.checks import check_shapes, tensor_parallel
-from quantkit.quantize.plan import Matrix, Out, Plan, Shard, Step, Task
+from quantkit.quantize.layout import grouped, lay_out
+from quantkit.quantize.plan import Matrix, Plan, Task
 from quantkit.quantize.recipe import Recipe, Rule
 from quantkit.quantize.roles import Placed, matches_role, roles_of
 
@@ -113,13 +114,21 @@ class Planner:
             elif weight.scheme == scheme:
                 tasks.append(Task(name, "pass", placed.role, weight, scheme=scheme))
             elif scheme.element == "float":
-                tasks.append(Task(name, "decode", placed.role, weight, scheme=scheme))
+                tasks += self.decoded(weight, placed.role, scheme)
             else:
                 method = rule.method or DEFAULT_METHOD[family(scheme)]
                 for module, matrix in self.matrices(weight, placed, scheme):
                     task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
                     tasks.append(task)
         return tasks
+
+    def decoded(self, weight: Weight, role: str, scheme: QuantScheme) -> list[Task]:
+        """Tasks that decode a weight; gpt-oss experts one by one, since BF16 stores them transposed."""
+        if len(weight.shape) == 2:
+            return [Task(weight.name, "decode", role, weight, scheme=scheme)]
+        experts, rows, inputs = weight.shape
+        matrices = [Matrix(weight, rows, inputs, e * rows, e) for e in range(experts)]
+        return [Task(f"{weight.name}.{m.expert}", "decode", role, weight, m, scheme) for m in matrices]
 
     def matrices(self, weight: Weight, placed: Placed, scheme: QuantScheme) -> list[tuple[str, Matrix]]:
         """(module, matrix) for each linear layer inside a weight: one, or one an expert for a fused tensor."""
@@ -137,7 +146,7 @@ class Planner:
                     value=f"{scheme.name} in the {self.format_name} format",
                     allowed="keep, or scheme mxfp4 with --format mxfp4",
                 )
-            return [(module, Matrix(weight, rows, inputs, e * rows, e, placed.transposed)) for e in range(experts)]
+            return [(f"{module}.{e}", Matrix(weight, rows, inputs, e * rows, e, placed.transposed)) for e in range(experts)]
         stem, _, last = module.rpartition(".")
         pieces = {"gate_up_proj": ("gate_proj", "up_proj")}.get(last, (last,))
         if rows % len(pieces) or last not in ("gate_up_proj", "down_proj"):
@@ -155,7 +164,7 @@ class Planner:
         if task.fate == "drop":
             return []
         if task.fate == "decode":
-            return [Part("codes", "weight", "BF16", task.weight.shape)]
+            return [Part("codes", "weight", "BF16", task.weight.shape if task.matrix is None else task.weight.shape[:0:-1])]
         assert task.scheme is not None
         if task.scheme.name not in self.format.SCHEMES:
             self.fault(
@@ -194,22 +203,6 @@ class Planner:
         return out
 
 
-def _grouped(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[tuple[str, list[Task]]]:
-    """Tasks that must share a scale come together, at the place of the first; every other stands alone."""
-    groups: dict[str, list[Task]] = {}
-    for task in tasks:
-        shared = task.fate == "quantize" and task.scheme is not None and task.scheme.shares_scale
-        key = task.name
-        if shared and placed[task.weight.name].fused:
-            key = f"{placed[task.weight.name].fused}"
-            if task.matrix and len(task.weight.shape) == 3:
-                key = f"{key}.{task.matrix.expert}"
-        elif task.matrix and task.matrix.weight.shape[0] != task.matrix.rows:
-            key = f"{task.name}[{task.matrix.expert}]"
-        groups.setdefault(key, []).append(task)
-    return list(groups.items())
-
-
 def is_published(planner: Planner, tasks: Sequence[Task]) -> bool:
     """True when nothing but copies is asked for and the source is in the target format already (or no scheme is named)."""
     fates = {t.fate for t in tasks}
@@ -219,59 +212,6 @@ def is_published(planner: Planner, tasks: Sequence[Task]) -> bool:
     text = planner.source.config.get("text_config") or {}
     method = method or (text.get("quantization_config") or {}).get("quant_method")
     return "pass" not in fates or method == planner.format_name
-
-
-def lay_out(groups: list[tuple[str, list[Task]]], parts: Mapping[int, list[Part]], limit: int) -> tuple[list[Step], list[Shard]]:
-    """Give every task its bytes: tensors fill shards in order, one task's tensors stay together."""
-    shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    size = 0
-    seen: set[str] = set()
-    where: dict[str, tuple[int, int]] = {}  # tensor -> (shard, position in it)
-    for _, tasks in groups:
-        for task in tasks:
-            entries = []
-            for part in parts[id(task)]:
-                name, shape = _tensor_of(task, part)
-                if name not in seen:
-                    seen.add(name)
-                    entries.append((name, part.dtype, shape))
-            need = sum(nbytes_of(d, s) for _, d, s in entries)
-            if size and size + need > limit:
-                shards.append([])
-                size = 0
-            for entry in entries:
-                where[entry[0]] = (len(shards) - 1, len(shards[-1]))
-                shards[-1].append(entry)
-            size += need
-    laid = [layout(entries) for entries in shards]
-    names = ["model.safetensors"] if len(laid) == 1 else [f"model-{i + 1:05d}-of-{len(laid):05d}.safetensors" for i in range(len(laid))]
-    steps = []
-    for key, tasks in groups:
-        placed_tasks = []
-        for task in tasks:
-            outs = []
-            for part in parts[id(task)]:
-                shard, position = where[_tensor_of(task, part)[0]]
-                slot = laid[shard][1][position]
-                share = nbytes_of(part.dtype, part.shape)
-                index = task.matrix.expert if task.matrix and slot.nbytes != share else 0
-                outs.append(Out(part.kind, slot.name, part.dtype, part.shape, shard, slot.start + index * share, share))
-            placed_tasks.append(replace(task, outs=tuple(outs)))
-        steps.append(Step(key, tuple(placed_tasks)))
-    return steps, [Shard(n, h, tuple(s), z) for n, (h, s, z) in zip(names, laid, strict=True)]
-
-
-def _tensor_of(task: Task, part: Part) -> tuple[str, tuple[int, ...]]:
-    """Name and full shape of the output tensor that holds a part of a task."""
-    weight = task.weight
-    if task.fate == "keep":
-        return part.name, part.shape
-    if part.name in ("blocks", "scales"):  # gpt-oss: all experts in one tensor, the suffix joined by `_`
-        return f"{task.name}_{part.name}", (weight.shape[0], *part.shape)
-    if task.fate == "decode" or task.fate == "pass":
-        name = weight.name if task.fate == "decode" else f"{weight.module}.{part.name}"
-        return name, part.shape
-    return f"{task.name}.{part.name}", part.shape
 
 
 def _kept(weight: Weight) -> list[Part]:
@@ -299,6 +239,12 @@ def _layers(planner: Planner, tasks: Sequence[Task]) -> tuple[list[Layer], list[
     return layers, ignore
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json without what it says of the source's quantisation, at the top or inside `text_config`."""
+    bare = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+    return {k: without_quantization(v) if isinstance(v, dict) and k.endswith("_config") else v for k, v in bare.items()}
+
+
 def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = None, tp: Sequence[int] = ()) -> Plan:
     """The complete plan of one output; raises QuantkitError with every fault found."""
     planner = Planner(recipe, source, format_name or recipe.output.format)
@@ -314,11 +260,11 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
     errors = planner.errors + check_shapes(tasks, table, recipe.name) + faults
     if errors:
         raise join_errors("the plan cannot be carried out", errors)
-    steps, shards = lay_out(_grouped(tasks, planner.placed), parts, recipe.output.shard_size)
+    steps, shards = lay_out(grouped(tasks, planner.placed), parts, recipe.output.shard_size)
     layers, ignore = _layers(planner, tasks)
     files: dict[str, Any] = {"config.json": source.config}
     if not published:
-        bare = {k: v for k, v in source.config.items() if k not in ("quantization_config", "compression_config")}
+        bare = without_quantization(source.config)
         files = {"config.json": bare}
         if any(layer.scheme for layer in layers):
             made = dict(planner.format.config(layers, ignore))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -145,7 +144,7 @@ def load_recipe(source: str) -> Recipe:
     if not isinstance(data, dict):
         raise QuantkitError("the recipe is not a mapping", file=where, hint="it begins with `weights:`")
     try:
-        return Recipe.model_validate({"name": Path(where).stem, **data})
+        return Recipe.model_validate({"name": where.removesuffix(".yaml"), **data})
     except ValidationError as e:
         faults = []
         for fault in e.errors():

@@ -35,5 +35,7 @@ def read_recipe(source: str) -> tuple[str, str]:
             allowed=", ".join(names),
             hint=f"did you mean {close[0]}?" if close else "a recipe of your own is a path that ends in .yaml",
         )
-    file = resources.files("quantkit.recipes").joinpath(*f"{source}.yaml".split("/"))
+    file = resources.files("quantkit.recipes")
+    for piece in f"{source}.yaml".split("/"):
+        file = file / piece
     return source, file.read_text(encoding="utf-8")

@@ -187,8 +187,11 @@ def _write_constants(
 
 
 def _decode(task: Task, target: Target) -> None:
-    """A quantised weight [O, I], or fused experts [E, O, I], as BF16: rounded to nearest even."""
-    rows, inputs = int(np.prod(task.weight.shape[:-1])), task.weight.shape[-1]
+    """A quantised weight [O, I] as BF16, rounded to nearest even."""
+    if task.matrix is not None:
+        _decode_transposed(task, task.matrix, target)
+        return
+    rows, inputs = task.weight.shape
     source = row_source(task.weight, rows, inputs, 0, None, target.reader)
     w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
     (out,) = task.outs
@@ -202,6 +205,19 @@ def _decode(task: Task, target: Target) -> None:
                 raise _not_finite(task, first + at + bad)
             f32_to_bf16(w_RI[:n], block[at : at + n])
         target.write(out, block, first * inputs * 2)
+
+
+def _decode_transposed(task: Task, matrix: Matrix, target: Target) -> None:
+    """One fused expert [O, I], as BF16 [I, O]."""
+    source = _rows(task, matrix, target)
+    source.load(0, matrix.rows)
+    w_OI = np.empty((matrix.rows, matrix.inputs), np.float32)
+    source.decode(0, matrix.rows, w_OI)
+    if not np.isfinite(amax_f32(w_OI)):
+        raise _not_finite(task, int(np.argmin(np.isfinite(w_OI).all(axis=1))))
+    out_IO = np.empty((matrix.inputs, matrix.rows), np.uint16)
+    f32_to_bf16(np.ascontiguousarray(w_OI.T), out_IO)
+    target.write(task.outs[0], out_IO)
 
 
 def _copy(task: Task, target: Target) -> None:

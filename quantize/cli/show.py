@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from quantkit.quantize.plan import Plan
-from quantkit.quantize.run import Summary
+if TYPE_CHECKING:
+    from quantkit.quantize.plan import Plan
+    from quantkit.quantize.run import Summary
 
 
 def _console() -> Console:
