@@ -4,8 +4,8 @@ Both store the transpose of what the rest of this project calls a weight: inputs
 unsigned 0..15 and w = (code - zero) * scale.
 
     GPTQ  qweight int32 [I / 8, O]   8 inputs in a word, lowest nibble first
-          qzeros  int32 [G, O / 8]   8 outputs in a word, lowest nibble first; `gptq` (v1) files store zero - 1 (so
-                                     that 15 stands for 16), `gptq_v2` files the zero itself
+          qzeros  int32 [G, O / 8]   8 outputs in a word, lowest nibble first; `gptq` (v1) files store
+                                     (zero - 1) & 15, `gptq_v2` files the zero itself
           scales  [G, O], g_idx int32 [I]: the group of each input
     AWQ   qweight int32 [I, O / 8]   8 outputs in a word; nibble n holds output 8 w + (0, 2, 4, 6, 1, 3, 5, 7)[n]
           qzeros  int32 [G, O / 8]   the same order
@@ -24,43 +24,43 @@ from quantkit.kernels.packed import I32, U8, pack_words, unpack_words
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ_ORDER[n] is the output that nibble n of a word holds
 
 
-def gptq_codes(qweight_WO: I32) -> U8:
+def gptq_unpack(qweight_WO: I32) -> U8:
     """Codes 0..15 [O, I] of a GPTQ `qweight`."""
     return unpack_words(np.ascontiguousarray(qweight_WO.T), 8 * len(qweight_WO))
 
 
-def gptq_qweight(codes_OI: U8) -> I32:
+def gptq_pack(codes_OI: U8) -> I32:
     """GPTQ `qweight` [I / 8, O] of codes 0..15 [O, I]; I must be a multiple of 8."""
     return np.ascontiguousarray(pack_words(codes_OI).T)
 
 
-def gptq_zeros(qzeros_GW: I32, v1: bool) -> U8:
-    """Zeros [G, O] of a GPTQ `qzeros`: 1..16 in v1 files, which store zero - 1, else 0..15."""
-    return unpack_words(qzeros_GW, 8 * qzeros_GW.shape[1]) + np.uint8(v1)
+def gptq_unpack_zeros(qzeros_GW: I32, outputs: int, *, v2: bool) -> U8:
+    """Zeros 0..15 [G, outputs] of a GPTQ `qzeros`, of a `gptq_v2` file or of an older one."""
+    return (unpack_words(qzeros_GW, outputs) + np.uint8(not v2)) & np.uint8(15)
 
 
-def gptq_qzeros(zeros_GO: U8, v1: bool) -> I32:
-    """GPTQ `qzeros` [G, O / 8] of zeros [G, O]; O must be a multiple of 8."""
-    return pack_words(zeros_GO - np.uint8(v1))
+def gptq_pack_zeros(zeros_GO: U8, *, v2: bool) -> I32:
+    """GPTQ `qzeros` [G, ceil(O / 8)] of zeros 0..15 [G, O]."""
+    return pack_words(zeros_GO - np.uint8(not v2))
 
 
-def awq_codes(qweight_IW: I32) -> U8:
+def awq_unpack(qweight_IW: I32) -> U8:
     """Codes 0..15 [O, I] of an AWQ `qweight`."""
-    return np.ascontiguousarray(awq_zeros(qweight_IW).T)
+    return np.ascontiguousarray(awq_unpack_zeros(qweight_IW).T)
 
 
-def awq_qweight(codes_OI: U8) -> I32:
+def awq_pack(codes_OI: U8) -> I32:
     """AWQ `qweight` [I, O / 8] of codes 0..15 [O, I]; O must be a multiple of 8."""
-    return awq_qzeros(np.ascontiguousarray(codes_OI.T))
+    return awq_pack_zeros(np.ascontiguousarray(codes_OI.T))
 
 
-def awq_zeros(qzeros_GW: I32) -> U8:
+def awq_unpack_zeros(qzeros_GW: I32) -> U8:
     """Zeros 0..15 [G, O] of an AWQ `qzeros`."""
     nibbles = unpack_words(qzeros_GW, 8 * qzeros_GW.shape[1])
     return _reorder(nibbles, np.argsort(AWQ_ORDER))
 
 
-def awq_qzeros(zeros_GO: U8) -> I32:
+def awq_pack_zeros(zeros_GO: U8) -> I32:
     """AWQ `qzeros` [G, O / 8] of zeros 0..15 [G, O]; O must be a multiple of 8."""
     return pack_words(_reorder(zeros_GO, np.array(AWQ_ORDER)))
 

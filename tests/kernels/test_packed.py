@@ -79,19 +79,19 @@ def test_gptq_golden():
     stored = np.array(golden["codes_unsigned_KxN"], np.uint8)
     qweight = words(golden["qweight_i32"])
     assert qweight.tobytes().hex() == golden["qweight_bytes"]
-    np.testing.assert_array_equal(layouts.gptq_codes(qweight), stored.T)
-    np.testing.assert_array_equal(layouts.gptq_qweight(np.ascontiguousarray(stored.T)), qweight)
+    np.testing.assert_array_equal(layouts.gptq_unpack(qweight), stored.T)
+    np.testing.assert_array_equal(layouts.gptq_pack(np.ascontiguousarray(stored.T)), qweight)
     eights = np.full((1, 16), 8, np.uint8)
-    for key, v1 in (("qzeros_sym_v1", True), ("qzeros_sym_v2", False)):
-        np.testing.assert_array_equal(layouts.gptq_qzeros(eights, v1), words(golden[key]))
-        np.testing.assert_array_equal(layouts.gptq_zeros(words(golden[key]), v1), eights)
+    for key, v2 in (("qzeros_sym_v1", False), ("qzeros_sym_v2", True)):
+        np.testing.assert_array_equal(layouts.gptq_pack_zeros(eights, v2=v2), words(golden[key]))
+        np.testing.assert_array_equal(layouts.gptq_unpack_zeros(words(golden[key]), 16, v2=v2), eights)
 
 
-def test_gptq_v1_zeros_run_from_1_to_16():
-    stored = np.arange(16, dtype=np.uint8)[None]
-    qzeros = layouts.gptq_qzeros(stored + np.uint8(1), True)
-    np.testing.assert_array_equal(qzeros, packed.pack_words(stored))
-    np.testing.assert_array_equal(layouts.gptq_zeros(qzeros, True), stored + 1)
+def test_gptq_v1_zeros_wrap():
+    zeros = np.arange(16, dtype=np.uint8)[None]
+    qzeros = layouts.gptq_pack_zeros(zeros, v2=False)
+    np.testing.assert_array_equal(packed.unpack_words(qzeros, 16), [[15, *range(15)]])
+    np.testing.assert_array_equal(layouts.gptq_unpack_zeros(qzeros, 16, v2=False), zeros)
 
 
 def test_awq_golden():
@@ -99,19 +99,19 @@ def test_awq_golden():
     stored = np.array(golden["codes_unsigned_KxN"], np.uint8)
     qweight = words(golden["qweight_i32"])
     assert qweight.tobytes().hex() == golden["qweight_bytes"]
-    np.testing.assert_array_equal(layouts.awq_codes(qweight), stored.T)
-    np.testing.assert_array_equal(layouts.awq_qweight(np.ascontiguousarray(stored.T)), qweight)
+    np.testing.assert_array_equal(layouts.awq_unpack(qweight), stored.T)
+    np.testing.assert_array_equal(layouts.awq_pack(np.ascontiguousarray(stored.T)), qweight)
     zeros = np.array(golden["zeros"], np.uint8)
-    np.testing.assert_array_equal(layouts.awq_zeros(words(golden["qzeros_i32"])), zeros)
-    np.testing.assert_array_equal(layouts.awq_qzeros(zeros), words(golden["qzeros_i32"]))
+    np.testing.assert_array_equal(layouts.awq_unpack_zeros(words(golden["qzeros_i32"])), zeros)
+    np.testing.assert_array_equal(layouts.awq_pack_zeros(zeros), words(golden["qzeros_i32"]))
 
 
 def test_gptq_is_the_transpose_of_compressed_tensors():
     q, zero = codes((24, 64)), codes((24, 4), seed=2)
     unsigned = (q + 8).astype(np.uint8)
-    np.testing.assert_array_equal(packed.pack_codes(q), layouts.gptq_qweight(unsigned).T)
+    np.testing.assert_array_equal(packed.pack_codes(q), layouts.gptq_pack(unsigned).T)
     unsigned_zero = np.ascontiguousarray((zero + 8).astype(np.uint8).T)
-    np.testing.assert_array_equal(packed.pack_zero_points(zero), layouts.gptq_qzeros(unsigned_zero, False).T)
+    np.testing.assert_array_equal(packed.pack_zero_points(zero), layouts.gptq_pack_zeros(unsigned_zero, v2=True).T)
 
 
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 2**32 - 1))
@@ -123,8 +123,8 @@ def test_every_layout_comes_back(rows, inputs, seed):
     signed = even.astype(np.int8) - np.int8(8)
     np.testing.assert_array_equal(packed.unpack_row_pairs(packed.pack_row_pairs(signed)), signed)
     eights = codes((8 * rows, 8 * inputs), low=0, seed=seed)
-    np.testing.assert_array_equal(layouts.gptq_codes(layouts.gptq_qweight(eights)), eights)
-    np.testing.assert_array_equal(layouts.awq_codes(layouts.awq_qweight(eights)), eights)
+    np.testing.assert_array_equal(layouts.gptq_unpack(layouts.gptq_pack(eights)), eights)
+    np.testing.assert_array_equal(layouts.awq_unpack(layouts.awq_pack(eights)), eights)
 
 
 def test_lengths_that_do_not_fit_are_refused():
