@@ -6,8 +6,8 @@ Lane loops are then plain contiguous loops, which LLVM vectorises, and every sum
     four weights in order make a quad; a half of 16 weights is (quad 0 + quad 1) + (quad 2 + quad 3); a block of 32 is
     half 0 + half 1
 
-so that vector and scalar code, and the torch reference, agree bit for bit. The 16 steps of a half are written out, not a
-loop, because LLVM vectorises only innermost loops; for the same reason their helpers are inlined by force.
+so that vector and scalar code, and the torch reference, agree bit for bit. The 16 steps of a half are written out, not
+a loop, because LLVM vectorises only innermost loops; for the same reason their helpers are inlined by force.
 
 Rounding to e2m1 adds and takes away a power of two whose last bit is the step of the grid at that magnitude: nearest,
 ties to the even code. Shape suffixes: I inputs, L lanes, W 32-bit words.
@@ -33,11 +33,19 @@ _MAGIC = np.int32(22 << 23)  # 2^22 times a power of two 2^e has the last bit 2^
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def load_half(w_I: F32, at: int, stride: int, lanes: int, tile: F32) -> None:
-    """Transpose 16 weights per lane into `tile`; lane j reads w_I[at + j * stride ...]."""
+def load_half(w_I: F32, at: int, stride: int, lanes: int, tile: F32) -> int:
+    """Transpose 16 weights per lane into `tile`; lane j reads w_I[at + j * stride ...].
+
+    Returns `lanes` rounded up to whole vectors of 8; the lanes added hold zeros, so that no loop has a scalar rest.
+    """
     for j in range(lanes):
         for i in range(16):
             tile[i * LANES + j] = w_I[at + j * stride + i]
+    whole = -(-lanes // 8) * 8
+    for j in range(lanes, whole):
+        for i in range(16):
+            tile[i * LANES + j] = 0.0
+    return whole
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -166,5 +174,6 @@ def interleave(words: I32, lanes: int, step: int, at: int, packed: I32) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def copy_bytes(source: NDArray[np.uint8], count: int, target: NDArray[np.uint8], at: int) -> None:
     """target[at : at + count] = source[:count], without the shape checks of a slice assignment, slow to compile."""
+    part = target[at : at + count]  # index from 0: LLVM cannot know that `at + b` is not negative
     for b in range(count):
-        target[at + b] = source[b]
+        part[b] = source[b]

@@ -81,10 +81,10 @@ def _choose(tile: F32, lanes: int, amax_L: I32, search: bool, plain_L: I32, best
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _load(w_I: F32, g: int, lanes: int, tile: F32) -> None:
-    """Blocks g, g + 1, ... of a row: first halves, then second halves."""
+def _load(w_I: F32, g: int, lanes: int, tile: F32) -> int:
+    """Blocks g, g + 1, ... of a row: first halves, then second halves. Returns as `load_half`."""
     load_half(w_I, g * 32, 32, lanes, tile[:_HALF])
-    load_half(w_I, g * 32 + 16, 32, lanes, tile[_HALF:])
+    return int(load_half(w_I, g * 32 + 16, 32, lanes, tile[_HALF:]))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -103,7 +103,7 @@ def quantize_mxfp4(w_RI: F32, search: bool, codes_RB: U8, scale_RG: U8, sq_err_R
     """Quantise rows to MXFP4; returns the first row with a NaN or infinity (outputs are then not valid), else -1.
 
     w_RI float32 [R, I], I a multiple of 32. Written: codes_RB uint8 [R, I / 2], scale_RG uint8 [R, I / 32] (e8m0
-    codes), sq_err_R and sq_norm_R float64 [R] as in `cpu/rows.py`. Codes are e2m1(w / scale), ties to even, saturating at 6.
+    codes), sq_err_R and sq_norm_R float64 [R] as in `cpu/rows.py`. Codes are e2m1(w / scale), ties to even, at most 6.
     """
     tile, error = np.empty(2 * _HALF, np.float32), np.empty(2 * _HALF, np.float32)
     scale_L, best_L = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
@@ -116,15 +116,15 @@ def quantize_mxfp4(w_RI: F32, search: bool, codes_RB: U8, scale_RG: U8, sq_err_R
         sq_norm_R[r] = 0.0
         for g in range(0, groups, LANES):
             lanes = min(LANES, groups - g)
-            _load(w_RI[r], g, lanes, tile)
+            whole = _load(w_RI[r], g, lanes, tile)
             clear(amax_L, err_L, norm_L)
-            if max(amax_bits(tile[:_HALF], lanes, amax_L), amax_bits(tile[_HALF:], lanes, amax_L)) >= INF_BITS:
+            if max(amax_bits(tile[:_HALF], whole, amax_L), amax_bits(tile[_HALF:], whole, amax_L)) >= INF_BITS:
                 return r
-            _choose(tile, lanes, amax_L, search, plain_L, best_L, code_L)
-            _encode(tile, code_L, lanes, error, scale_L, words, packed)
+            _choose(tile, whole, amax_L, search, plain_L, best_L, code_L)
+            _encode(tile, code_L, whole, error, scale_L, words, packed)
             for h in range(2):
-                sum_squares(error[h * _HALF : (h + 1) * _HALF], lanes, err_L)
-                sum_squares(tile[h * _HALF : (h + 1) * _HALF], lanes, norm_L)
+                sum_squares(error[h * _HALF : (h + 1) * _HALF], whole, err_L)
+                sum_squares(tile[h * _HALF : (h + 1) * _HALF], whole, norm_L)
             copy_bytes(packed.view(np.uint8), lanes * 16, codes_RB[r], g * 16)
             for j in range(lanes):
                 scale_RG[r, g + j] = code_L[j]

@@ -146,7 +146,8 @@ def quantize_nvfp4(
     """Quantise rows to NVFP4; returns the first row with a NaN or infinity (outputs are then not valid), else -1.
 
     w_RI float32 [R, I], I a multiple of 16; scale_2 float32; method 0 plain, 1 four-over-six, 2 sweep. Written:
-    codes_RB uint8 [R, I / 2], scale_RG uint8 [R, I / 16] (e4m3 codes), sq_err_R and sq_norm_R float64 [R] as in `cpu/rows.py`.
+    codes_RB uint8 [R, I / 2], scale_RG uint8 [R, I / 16] (e4m3 codes), sq_err_R and sq_norm_R float64 [R] as in
+    `cpu/rows.py`.
     Codes are e2m1(w / (e4m3 * scale_2)) by float32 division, ties to even, saturating at 6.
     """
     tile, error = np.empty(16 * LANES, np.float32), np.empty(16 * LANES, np.float32)
@@ -161,15 +162,15 @@ def quantize_nvfp4(
         sq_norm_R[r] = 0.0
         for g in range(0, groups, LANES):
             lanes = min(LANES, groups - g)
-            load_half(w_RI[r], g * 16, 16, lanes, tile)
+            whole = load_half(w_RI[r], g * 16, 16, lanes, tile)
             clear(amax_L, err_L, norm_L)
-            if amax_bits(tile, lanes, amax_L) >= INF_BITS:
+            if amax_bits(tile, whole, amax_L) >= INF_BITS:
                 return r
-            _choose(tile, lanes, scale_2, amax_L, method, scratch, best_L, code_L)
-            _scales(code_L, lanes, scale_2, scale_L)
-            encode_half(tile, scale_L, lanes, error, words)
-            sum_squares(error, lanes, err_L)
-            sum_squares(tile, lanes, norm_L)
+            _choose(tile, whole, scale_2, amax_L, method, scratch, best_L, code_L)
+            _scales(code_L, whole, scale_2, scale_L)
+            encode_half(tile, scale_L, whole, error, words)
+            sum_squares(error, whole, err_L)
+            sum_squares(tile, whole, norm_L)
             interleave(words, lanes, 2, 0, packed)
             copy_bytes(packed.view(np.uint8), lanes * 8, codes_RB[r], g * 8)
             for j in range(lanes):
@@ -181,7 +182,7 @@ def quantize_nvfp4(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def requantize_nvfp4(w_RI: F32, scale_2: np.float32, scale_RG: U8, codes_RB: U8) -> None:
-    """Codes nearest to w_RI under given block scales (e4m3 codes) and float32 multiplier; rounds as `quantize_nvfp4`."""
+    """Codes nearest to w_RI under given block scales (e4m3 codes) and multiplier; rounds as `quantize_nvfp4`."""
     tile, error = np.empty(16 * LANES, np.float32), np.empty(16 * LANES, np.float32)
     scale_L, code_L = np.empty(LANES, np.float32), np.empty(LANES, np.int32)
     words, packed = np.empty(2 * LANES, np.int32), np.empty(2 * LANES, np.int32)

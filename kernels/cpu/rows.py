@@ -161,12 +161,11 @@ def requantize_rows(
         nvfp4.requantize_nvfp4(w_RI, np.float32(scale_2), scale, codes_out)
     elif kind == "mxfp4":
         mxfp4.requantize_mxfp4(w_RI, scale, codes_out)
-    elif scheme.granularity == "tensor":
-        fp8.requantize_fp8_channel(w_RI, np.full((len(w_RI), 1), scale.reshape(-1)[0]), codes_out)
-    elif scheme.granularity == "channel":
-        fp8.requantize_fp8_channel(w_RI, scale, codes_out)
+    elif scheme.granularity == "block":
+        fp8.requantize_fp8(w_RI, scale, BLOCK, BLOCK, codes_out)
     else:
-        fp8.requantize_fp8_block(w_RI, scale, codes_out)
+        rows = len(w_RI) if scheme.granularity == "tensor" else 1
+        fp8.requantize_fp8(w_RI, scale.reshape(-1, 1), rows, w_RI.shape[1], codes_out)
 
 
 def _group(scheme: QuantScheme, w_RI: F32) -> int:
