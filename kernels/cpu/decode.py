@@ -55,40 +55,58 @@ def fp8_block_to_f32(codes_RI: U8, scale_NM: F32, first_row: int, out_RI: F32) -
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _int4_run(codes_B: U8, zero: np.float32, scale: np.float32, out_I: F32) -> None:
+def _int4_row(codes_B: U8, out_I: F32) -> None:
+    """Raw nibbles 0..15 of a row, as floats."""
     pairs = out_I.size // 2
     for b in range(pairs):
-        out_I[2 * b] = (np.float32(np.int32(codes_B[b] & 15)) - zero) * scale
-        out_I[2 * b + 1] = (np.float32(np.int32(codes_B[b] >> 4)) - zero) * scale
+        code = np.int32(codes_B[b])
+        out_I[2 * b] = np.float32(np.int32(code & np.int32(15)))
+        out_I[2 * b + 1] = np.float32(np.int32(code >> np.int32(4)))
     if out_I.size % 2:
-        out_I[2 * pairs] = (np.float32(np.int32(codes_B[pairs] & 15)) - zero) * scale
+        out_I[2 * pairs] = np.float32(np.int32(codes_B[pairs] & np.uint8(15)))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _affine_run(out_I: F32, zero: np.float32, scale: np.float32) -> None:
+    for i in range(out_I.size):
+        out_I[i] = (out_I[i] - zero) * scale
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def int4_to_f32(codes_RB: U8, scale_RG: F32, zero_RG: I8, out_RI: F32) -> None:
-    """compressed-tensors INT4: (nibble - 8 - zero) * scale. The group is I / G inputs: even, or the whole row."""
+    """compressed-tensors INT4: (nibble - 8 - zero) * scale, a scale and a zero for each run of I / G inputs.
+
+    The nibbles of a whole row come first: runs of 32 are too short for a vectorised loop over bytes.
+    """
     group = out_RI.shape[1] // scale_RG.shape[1]
     for r in range(out_RI.shape[0]):
+        _int4_row(codes_RB[r], out_RI[r])
         for g in range(scale_RG.shape[1]):
             zero = np.float32(np.int32(zero_RG[r, g]) + 8)
-            start = g * group
-            _int4_run(codes_RB[r, start // 2 :], zero, scale_RG[r, g], out_RI[r, start : start + group])
+            _affine_run(out_RI[r, g * group : (g + 1) * group], zero, scale_RG[r, g])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _fp4_run(codes_B: U8, scale: np.float32, out_I: F32) -> None:
+def _fp4_row(codes_B: U8, out_I: F32) -> None:
     for b in range(codes_B.size):
-        out_I[2 * b] = e2m1_code_to_f32(codes_B[b] & 15) * scale
-        out_I[2 * b + 1] = e2m1_code_to_f32(codes_B[b] >> 4) * scale
+        code = np.int32(codes_B[b])
+        out_I[2 * b] = e2m1_code_to_f32(np.int32(code & np.int32(15)))
+        out_I[2 * b + 1] = e2m1_code_to_f32(np.int32(code >> np.int32(4)))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _scale_run(out_I: F32, scale: np.float32) -> None:
+    for i in range(out_I.size):
+        out_I[i] *= scale
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def fp4_to_f32(codes_RB: U8, scale_RG: F32, group: int, out_RI: F32) -> None:
     """FP4 E2M1 pairs with a scale for each `group` inputs (16 NVFP4, 32 MXFP4); the caller multiplies the global in."""
     for r in range(out_RI.shape[0]):
+        _fp4_row(codes_RB[r], out_RI[r])
         for g in range(scale_RG.shape[1]):
-            start, end = g * group, (g + 1) * group
-            _fp4_run(codes_RB[r, start // 2 : end // 2], scale_RG[r, g], out_RI[r, start:end])
+            _scale_run(out_RI[r, g * group : (g + 1) * group], scale_RG[r, g])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
