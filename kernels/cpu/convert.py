@@ -86,7 +86,7 @@ def f32_to_e4m3_code(x: np.float32) -> np.int32:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def e4m3_code_to_f32(code: np.uint8) -> np.float32:
+def e4m3_code_to_f32(code: np.uint8 | np.int32) -> np.float32:
     """Exact; 0x7f and 0xff are NaN."""
     c = np.int32(code)
     m = c & np.int32(0x7F)
@@ -110,7 +110,7 @@ def f32_to_e2m1_code(x: np.float32) -> np.int32:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def e2m1_code_to_f32(code: np.uint8) -> np.float32:
+def e2m1_code_to_f32(code: np.uint8 | np.int32) -> np.float32:
     """Exact; code 8 is -0.0."""
     c = np.int32(code)
     m = c & np.int32(7)
