@@ -17,11 +17,13 @@ from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import row_source
 from quantkit.export.verify import scale_values
 from quantkit.kernels.cpu.convert import f32_to_bf16
-from quantkit.kernels.cpu.measure import amax_f32, sq_difference
+from quantkit.kernels.cpu import decode
+from quantkit.kernels.cpu.compare import sq_difference
 from quantkit.kernels.cpu.rows import quantize_rows, requantize_rows, row_parts
+from quantkit.kernels.elements import E4M3_VALUES
 from quantkit.kernels.packed import unpack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
-from quantkit.quantize.work import blocks_of, chunk_rows, chunks_of
+from quantkit.quantize.work import blocks_of, chunk_rows, chunks_of, share_of
 
 MEMORY = 64 << 20  # bytes of a block's buffers
 COPY = 8 << 20
@@ -35,11 +37,13 @@ class Pair:
     output: Weight
     first_row: int = 0
     expert: int | None = None  # set when the source holds this matrix transposed
+    out_expert: int | None = None  # set when the output is a fused tensor of experts: this one is meant
 
     @property
     def nbytes(self) -> int:
         """Source bytes that the comparison reads."""
-        return int(self.source.nbytes * np.prod(self.output.shape) / max(1, np.prod(self.source.shape)))
+        whole = np.prod(self.source.shape) if self.out_expert is None else np.prod(self.source.shape) * self.output.shape[0]
+        return int(self.source.nbytes * np.prod(self.output.shape) / max(1, whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def pairs_of(
     used: set[str] = set()
     for name, weight in source.items():
         if name in output:
-            found = [Pair(weight, output[name])]
+            found = _same_name(weight, output[name])
         else:
             found = _experts(weight, output)
         if found:
@@ -73,6 +77,16 @@ def pairs_of(
         elif name not in dropped:
             missing.append(name)
     return pairs, missing, [n for n in output if n not in used]
+
+
+def _same_name(weight: Weight, out: Weight) -> list[Pair]:
+    """One pair, or one an expert where a fused tensor is stored transposed on one side (gpt-oss in BF16)."""
+    fused = len(weight.shape) == 3 and len(out.shape) == 3
+    if not fused or weight.encoding == out.encoding:
+        return [Pair(weight, out)]
+    rows = out.shape[1] if weight.encoding == "plain" else weight.shape[1]
+    transposed = weight.encoding == "plain"
+    return [Pair(weight, out, e * rows, e if transposed else None, e) for e in range(out.shape[0])]
 
 
 def _experts(weight: Weight, output: Mapping[str, Weight]) -> list[Pair]:
@@ -117,6 +131,8 @@ def _bytes(name: str, tensors: list[tuple[TensorInfo, TensorInfo]], reader: Read
 
 def _decoded(pair: Pair, reader: Reader) -> Compared:
     """A quantised source that became BF16: every value is the source's value rounded to nearest even."""
+    if pair.out_expert is not None:
+        return _decoded_expert(pair, pair.out_expert, reader)
     rows, inputs = int(np.prod(pair.output.shape[:-1])), pair.output.shape[-1]
     source = row_source(pair.source, rows, inputs, 0, None, reader)
     w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
@@ -133,21 +149,37 @@ def _decoded(pair: Pair, reader: Reader) -> Compared:
     return Compared(pair.output.name, "", rows * inputs, differing)
 
 
+def _decoded_expert(pair: Pair, expert: int, reader: Reader) -> Compared:
+    """One fused expert [O, I] of the source against the BF16 output [I, O]."""
+    _, rows, inputs = pair.source.shape
+    source = row_source(pair.source, rows, inputs, pair.first_row, None, reader)
+    source.load(0, rows)
+    w_OI = np.empty((rows, inputs), np.float32)
+    source.decode(0, rows, w_OI)
+    expected, stored = np.empty((inputs, rows), np.uint16), np.empty((inputs, rows), np.uint16)
+    f32_to_bf16(np.ascontiguousarray(w_OI.T), expected)
+    reader.read_into(pair.output.parts["codes"], expert * stored.nbytes, stored)
+    return Compared(f"{pair.output.name}.{expert}", "", stored.size, int(np.count_nonzero(expected != stored)))
+
+
 def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
     """Error, bound and nearest codes of a quantised layer."""
     out = pair.output
     rows, inputs = out.shape[-2:]
     multiple = BLOCK if scheme.granularity == "block" else 1
     source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader)
-    stored = row_source(out, rows, inputs, 0, None, reader)
+    out_row = (pair.out_expert or 0) * rows
+    stored = row_source(out, rows, inputs, out_row, None, reader)
     half = out.parts["scale"].dtype == "F16" if "scale" in out.parts else False
     scale = _stored_scale(out, scheme, reader)
+    if pair.out_expert is not None:
+        scale = scale.reshape(out.shape[0], rows, -1)[pair.out_expert]
     zero = _stored_zero(out, reader)
     shared, scale_2 = _shared(out, scheme, reader)
     amax = float(shared or 0.0)
     w_RI = np.empty((chunk_rows(inputs, multiple), inputs), np.float32)
     hat_RI = np.empty_like(w_RI)
-    codes_at = out.parts["codes"].nbytes // rows
+    codes_at = out.parts["codes"].nbytes // int(np.prod(out.shape[:-1]))  # bytes of a row
     sums = np.zeros(3, np.float64)
     differing = 0
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
@@ -158,7 +190,7 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
             source.decode(first + at, n, w_RI[:n])
             stored.decode(first + at, n, hat_RI[:n])
             err, norm = sq_difference(w_RI[:n], hat_RI[:n])
-            part = plain.first(n, multiple)
+            part = share_of(plain, 0, n, multiple, plain.sq_err_R, plain.sq_norm_R)
             quantize_rows(w_RI[:n], scheme, "plain", amax, half, part)
             sums += (err, norm, float(part.sq_err_R.sum()))
             begin, end = (first + at) // multiple, -(-(first + at + n) // multiple)
@@ -166,9 +198,25 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
             own_zero = None if zero is None else np.ascontiguousarray(zero[first + at : first + at + n])
             requantize_rows(w_RI[:n], scheme, half, own, own_zero, scale_2, part.codes)
             on_disk = np.empty((n, codes_at), np.uint8)
-            reader.read_into(out.parts["codes"], (first + at) * codes_at, on_disk)
-            differing += differing_codes(scheme, part.codes, on_disk)
+            reader.read_into(out.parts["codes"], (out_row + first + at) * codes_at, on_disk)
+            wrong = differing_codes(scheme, part.codes, on_disk)
+            if wrong and scale_2 is not None:
+                wrong = _farther(w_RI[:n], hat_RI[:n], part.codes, own, scale_2)
+            differing += wrong
     return Compared(out.name, scheme.name, rows * inputs, differing, *map(float, sums))
+
+
+def _farther(
+    w_RI: NDArray[np.float32], hat_RI: NDArray[np.float32], codes: NDArray[np.uint8], scale: NDArray[np.generic], scale_2: float
+) -> int:
+    """NVFP4 values on disk that are farther from their weight than the nearest code's.
+
+    The divisor on disk is the reciprocal of the multiplier that codes were chosen under, rounded once more. A weight that
+    lies half-way between two codes may then fall to either side; both are equally near.
+    """
+    nearest_RI = np.empty_like(hat_RI)
+    decode.fp4_to_f32(codes, E4M3_VALUES[scale.astype(np.uint8)] * np.float32(scale_2), 16, nearest_RI)
+    return int(np.count_nonzero(np.abs(w_RI - hat_RI) > np.abs(w_RI - nearest_RI) * (1 + 1e-5)))
 
 
 def differing_codes(scheme: QuantScheme, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> int:
@@ -186,7 +234,7 @@ def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[n
     if scheme.element == "int4":
         return raw.view(np.uint16).reshape(info.shape)
     if scheme.element == "e2m1":
-        return raw.reshape(out.shape[0], -1)
+        return raw.reshape(int(np.prod(out.shape[:-1])), -1)
     values = scale_values(info, reader)
     if scheme.granularity == "tensor":
         return values[:1]

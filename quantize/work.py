@@ -143,7 +143,7 @@ def _quantize(task: Task, shared: float | None, target: Target) -> Measured:
         block = row_parts(scheme, rows, matrix.inputs)
         for at, n in chunks_of(rows, matrix.inputs, multiple):
             source.decode(first + at, n, w_RI[:n])
-            part = _part(block, at, n, multiple, sq_err_R[first + at :], sq_norm_R[first + at :])
+            part = share_of(block, at, n, multiple, sq_err_R[first + at :], sq_norm_R[first + at :])
             bad = quantize_rows(w_RI[:n], scheme, task.method, shared, target.half, part)
             if bad >= 0:
                 raise _not_finite(task, first + at + bad)
@@ -159,7 +159,7 @@ def _quantize(task: Task, shared: float | None, target: Target) -> Measured:
     return Measured(float(np.sum(sq_err_R)), float(np.sum(sq_norm_R)))
 
 
-def _part(
+def share_of(
     block: RowParts, at: int, rows: int, multiple: int, sq_err_R: NDArray[np.float64], sq_norm_R: NDArray[np.float64]
 ) -> RowParts:
     """The share of a block's arrays that a chunk fills."""
