@@ -16,10 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import headers  # tests/headers.py
 
 
-def copies(quantkit: str, work: Path, source: Path, rounds: int) -> list[dict]:
+def copies(quantkit: str, out: Path, source: Path, rounds: int) -> list[dict]:
     """Pass-through (`-r keep`) beside `cp`, in turn, each followed by a sync of what it wrote."""
     size = sum(f.stat().st_size for f in source.glob("*.safetensors"))
-    out = work / "out"
     commands = {
         "pass-through (-r keep)": [quantkit, "quantize", str(source), "-r", "keep", "-o", str(out), "--no-verify"],
         "cp -r": ["cp", "-r", str(source), str(out)],
