@@ -18,7 +18,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
 from quantkit.kernels.cpu.convert import bits_of_f32, f32_of_bits
 
 F32 = NDArray[np.float32]
@@ -72,6 +71,14 @@ def amax_bits(tile: F32, lanes: int, amax_L: I32) -> np.int32:
     return largest
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def magnitudes(tile: F32, lanes: int, unit_L: F32, size: F32) -> None:
+    """Write |w| * unit_L[j] to `size`, laid out as `tile`; units are powers of two: nothing is rounded that matters."""
+    for i in range(16):
+        for j in range(lanes):
+            size[i * LANES + j] = abs(tile[i * LANES + j]) * unit_L[j]
+
+
 @njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 def _grid(a: np.float32) -> np.float32:
     """Value of `a` in [0, 6] rounded to the e2m1 grid."""
@@ -80,28 +87,30 @@ def _grid(a: np.float32) -> np.float32:
 
 
 @njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
-def _loss1(w: np.float32, reciprocal: np.float32, scale: np.float32) -> np.float32:
-    a = abs(w)
+def _loss1(a: np.float32, reciprocal: np.float32, scale: np.float32) -> np.float32:
     d = a - _grid(min(a * reciprocal, _MAX)) * scale
     return d * d
 
 
 @njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
-def _loss4(tile: F32, at: int, reciprocal: np.float32, scale: np.float32) -> np.float32:
-    e = _loss1(tile[at], reciprocal, scale)
-    e += _loss1(tile[at + LANES], reciprocal, scale)
-    e += _loss1(tile[at + 2 * LANES], reciprocal, scale)
-    e += _loss1(tile[at + 3 * LANES], reciprocal, scale)
+def _loss4(size: F32, at: int, reciprocal: np.float32, scale: np.float32) -> np.float32:
+    e = _loss1(size[at], reciprocal, scale)
+    e += _loss1(size[at + LANES], reciprocal, scale)
+    e += _loss1(size[at + 2 * LANES], reciprocal, scale)
+    e += _loss1(size[at + 3 * LANES], reciprocal, scale)
     return e
 
 
 @njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
-def half_loss(tile: F32, j: int, reciprocal: np.float32, scale: np.float32) -> np.float32:
-    """float32 sum over 16 weights of lane j of (w - w_hat)^2 under one scale; codes by the reciprocal of the scale."""
-    e0 = _loss4(tile, j, reciprocal, scale)
-    e1 = _loss4(tile, j + 4 * LANES, reciprocal, scale)
-    e2 = _loss4(tile, j + 8 * LANES, reciprocal, scale)
-    e3 = _loss4(tile, j + 12 * LANES, reciprocal, scale)
+def half_loss(size: F32, j: int, reciprocal: np.float32, scale: np.float32) -> np.float32:
+    """float32 sum over 16 weights of lane j of (w - w_hat)^2 under one scale; codes by the reciprocal of the scale.
+
+    `size` holds magnitudes in a unit that keeps the squares away from the ends of float32, see `magnitudes`.
+    """
+    e0 = _loss4(size, j, reciprocal, scale)
+    e1 = _loss4(size, j + 4 * LANES, reciprocal, scale)
+    e2 = _loss4(size, j + 8 * LANES, reciprocal, scale)
+    e3 = _loss4(size, j + 12 * LANES, reciprocal, scale)
     return (e0 + e1) + (e2 + e3)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
 from quantkit.kernels.cpu.convert import bits_of_f32, f32_of_bits
 from quantkit.kernels.cpu.fp4_tile import INF_BITS
 from quantkit.kernels.scheme import BLOCK

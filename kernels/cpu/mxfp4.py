@@ -16,7 +16,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
 from quantkit.kernels.cpu.convert import f32_of_bits
 from quantkit.kernels.cpu.fp4_tile import (
     INF_BITS,
@@ -28,6 +27,7 @@ from quantkit.kernels.cpu.fp4_tile import (
     half_loss,
     interleave,
     load_half,
+    magnitudes,
     sum_squares,
 )
 
@@ -55,29 +55,39 @@ def _plain_codes(amax_L: I32, lanes: int, code_L: I32) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _keep_better(tile: F32, lanes: int, plain_L: I32, step: int, best_L: F32, code_L: I32) -> None:
-    """Take plain_L[j] + step, held to 0..254, as the scale of lane j where its loss is below best_L[j]."""
+def _keep_better(size: F32, lanes: int, plain_L: I32, step: int, best_L: F32, code_L: I32) -> None:
+    """Take plain_L[j] + step, held to 0..254, as the scale of lane j where its loss is below best_L[j].
+
+    `size` is in units of the plain scale: squares neither vanish nor overflow.
+    """
     for j in range(lanes):
         old_code, old_loss = code_L[j], best_L[j]
         code = min(max(plain_L[j] + np.int32(step), np.int32(0)), _LAST_CODE)
-        scale, reciprocal = _power(code), _power(_LAST_CODE - code)
-        loss = half_loss(tile, j, reciprocal, scale) + half_loss(tile, _HALF + j, reciprocal, scale)
+        scale = _power(np.int32(127) + code - plain_L[j])
+        reciprocal = _power(np.int32(127) - code + plain_L[j])
+        loss = half_loss(size, j, reciprocal, scale) + half_loss(size, _HALF + j, reciprocal, scale)
         better = loss < old_loss
         best_L[j] = loss if better else old_loss
         code_L[j] = code if better else old_code
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _choose(tile: F32, lanes: int, amax_L: I32, search: bool, plain_L: I32, best_L: F32, code_L: I32) -> None:
-    """Block scales into code_L; plain_L and best_L are scratch."""
+def _choose(
+    tile: F32, lanes: int, amax_L: I32, search: bool, size: F32, plain_L: I32, best_L: F32, code_L: I32
+) -> None:
+    """Block scales into code_L; size (as `tile`), plain_L and best_L are scratch."""
     _plain_codes(amax_L, lanes, code_L)
     if not search:
         return
     for j in range(lanes):
         plain_L[j] = code_L[j]
+        best_L[j] = _power(_LAST_CODE - code_L[j])
+    magnitudes(tile[:_HALF], lanes, best_L, size[:_HALF])
+    magnitudes(tile[_HALF:], lanes, best_L, size[_HALF:])
+    for j in range(lanes):
         best_L[j] = np.inf
     for k in range(3):  # 0, +1, -1: the plain one first, it stays on a tie
-        _keep_better(tile, lanes, plain_L, k if k < 2 else -1, best_L, code_L)
+        _keep_better(size, lanes, plain_L, k if k < 2 else -1, best_L, code_L)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -120,7 +130,7 @@ def quantize_mxfp4(w_RI: F32, search: bool, codes_RB: U8, scale_RG: U8, sq_err_R
             clear(amax_L, err_L, norm_L)
             if max(amax_bits(tile[:_HALF], whole, amax_L), amax_bits(tile[_HALF:], whole, amax_L)) >= INF_BITS:
                 return r
-            _choose(tile, whole, amax_L, search, plain_L, best_L, code_L)
+            _choose(tile, whole, amax_L, search, error, plain_L, best_L, code_L)
             _encode(tile, code_L, whole, error, scale_L, words, packed)
             for h in range(2):
                 sum_squares(error[h * _HALF : (h + 1) * _HALF], whole, err_L)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
 from quantkit.kernels.cpu.convert import bits_of_f32, e4m3_code_to_f32, f32_of_bits, f32_to_e4m3_code
 from quantkit.kernels.cpu.fp4_tile import (
     INF_BITS,
@@ -33,6 +32,7 @@ from quantkit.kernels.cpu.fp4_tile import (
     half_loss,
     interleave,
     load_half,
+    magnitudes,
     sum_squares,
 )
 
@@ -56,9 +56,10 @@ def nvfp4_scale_2(amax: float) -> np.float32:
 
 def nvfp4_global_divisor(amax: float) -> np.float32:
     """The same scale as compressed-tensors stores it, 2688 / amax: a divisor, 1 / nvfp4_scale_2 but for rounding."""
-    if amax == 0:
-        return np.float32(1.0)
-    return min(np.float32(6 * 448) / np.float32(amax), np.float32(1) / SCALE_2_MIN)
+    scale_2 = nvfp4_scale_2(amax)
+    if amax == 0 or scale_2 == SCALE_2_MIN:
+        return np.float32(1) / scale_2
+    return np.float32(6 * 448) / np.float32(amax)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -101,12 +102,12 @@ def _shifted_codes(plain_L: I32, lanes: int, step: int, code_L: I32) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _keep_better(tile: F32, lanes: int, scale_2: np.float32, try_L: I32, best_L: F32, code_L: I32) -> None:
+def _keep_better(size: F32, lanes: int, scale_2: np.float32, try_L: I32, best_L: F32, code_L: I32) -> None:
     """Take try_L[j] as the scale of lane j where its loss is below best_L[j]."""
     for j in range(lanes):
         code, old_code, old_loss = try_L[j], code_L[j], best_L[j]  # all loads before the first store: vectorised
         scale = e4m3_code_to_f32(code) * scale_2
-        loss = half_loss(tile, j, np.float32(1) / scale, scale)
+        loss = half_loss(size, j, np.float32(1) / scale, scale)
         better = loss < old_loss
         best_L[j] = loss if better else old_loss
         code_L[j] = code if better else old_code
@@ -114,15 +115,22 @@ def _keep_better(tile: F32, lanes: int, scale_2: np.float32, try_L: I32, best_L:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _choose(
-    tile: F32, lanes: int, scale_2: np.float32, amax_L: I32, method: int, scratch: I32, best_L: F32, code_L: I32
+    tile: F32, lanes: int, scale_2: np.float32, amax_L: I32, method: int, size: F32, scratch: I32, code_L: I32
 ) -> None:
-    """Block scales by `method` into code_L; `scratch` is int32 [2, LANES]."""
-    plain_L, try_L = scratch[0], scratch[1]
+    """Block scales by `method` into code_L; scratch: `size` as `tile`, and int32 [3, LANES].
+
+    Losses are measured in the power of two at or below scale_2: tiny and huge tensors are searched like any other.
+    """
+    plain_L, try_L, best_L = scratch[0], scratch[1], scratch[2].view(np.float32)
     _plain_codes(amax_L, lanes, scale_2, code_L)
     if method == PLAIN:
         return
+    unit = f32_of_bits(np.int32(254 << 23) - (bits_of_f32(scale_2) & INF_BITS))
     for j in range(lanes):
         plain_L[j] = code_L[j]
+        best_L[j] = unit
+    magnitudes(tile, lanes, best_L, size)
+    for j in range(lanes):
         best_L[j] = np.inf
     candidates = 2 if method == FOUR_OVER_SIX else 1 + SWEEP_ABOVE + SWEEP_BELOW
     for k in range(candidates):  # the plain one first: it stays on a tie
@@ -130,7 +138,7 @@ def _choose(
             _four_codes(amax_L, lanes, scale_2, try_L)
         else:
             _shifted_codes(plain_L, lanes, k if k <= SWEEP_ABOVE else SWEEP_ABOVE - k, try_L)
-        _keep_better(tile, lanes, scale_2, try_L, best_L, code_L)
+        _keep_better(size, lanes, scale_2 * unit, try_L, best_L, code_L)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -151,9 +159,8 @@ def quantize_nvfp4(
     Codes are e2m1(w / (e4m3 * scale_2)) by float32 division, ties to even, saturating at 6.
     """
     tile, error = np.empty(16 * LANES, np.float32), np.empty(16 * LANES, np.float32)
-    scale_L, best_L = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    scale_L, scratch = np.empty(LANES, np.float32), np.empty((3, LANES), np.int32)
     amax_L, code_L = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-    scratch = np.empty((2, LANES), np.int32)
     words, packed = np.empty(2 * LANES, np.int32), np.empty(2 * LANES, np.int32)
     err_L, norm_L = np.empty(LANES, np.float64), np.empty(LANES, np.float64)
     groups = w_RI.shape[1] // 16
@@ -166,7 +173,7 @@ def quantize_nvfp4(
             clear(amax_L, err_L, norm_L)
             if amax_bits(tile, whole, amax_L) >= INF_BITS:
                 return r
-            _choose(tile, whole, scale_2, amax_L, method, scratch, best_L, code_L)
+            _choose(tile, whole, scale_2, amax_L, method, error, scratch, code_L)
             _scales(code_L, whole, scale_2, scale_L)
             encode_half(tile, scale_L, whole, error, words)
             sum_squares(error, whole, err_L)
