@@ -15,8 +15,30 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang
 }
+
+
+def with_fused_names(modules: Sequence[str]) -> list[str]:
+    """`modules` and, after the last shard of each set that engines fuse, the name of the fused layer.
+
+    vLLM finds the shards of a fused layer through a table of the model class, which lacks `gate_up_proj` for some MoE
+    families; without the fused name it would build a layer that stays dense as a quantised one. Experts have no such
+    layer: they are fused as a whole.
+    """
+    known = set(modules)
+    names: list[str] = []
+    for module in modules:
+        names.append(module)
+        stem, _, last = module.rpartition(".")
+        if ".experts." in module:
+            continue
+        for fused, shards in FUSED.items():
+            present = [s for s in shards if f"{stem}.{s}" in known]
+            if len(present) == len(shards) and last == max(shards):
+                names.append(f"{stem}.{fused}")
+    return names
 
 
 def _template(module: str) -> str:

@@ -26,7 +26,7 @@ class _Kind:
     example: str
     role: str
     split: str
-    merged_not_last: bool  # an engine joins it with a layer that follows: a partial last block would shift that one
+    joined: bool  # an engine joins it with other layers: a partial last block would shift those (kv_a comes last)
     rows: int
     inputs: int
     scheme: QuantScheme
@@ -41,7 +41,7 @@ def _kinds(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[_Kind, i
             continue
         p = placed[task.weight.name]
         rows, inputs = (task.matrix.rows, task.matrix.inputs) if task.matrix else task.weight.shape[-2:]
-        joined = p.fused is not None and p.role.rpartition(".")[2] in ("q", "k", "q_a") or p.part == "gate"
+        joined = p.fused is not None and p.role.rpartition(".")[2] != "kv_a"
         key = (p.role, p.part, rows, inputs, task.scheme.name)
         kind = first.setdefault(key, _Kind(task.name, p.role, p.split, joined, rows, inputs, task.scheme))
         counts[kind] = counts.get(kind, 0) + 1
@@ -72,9 +72,9 @@ def _blocked(kind: _Kind, tp: int, heads: int, kv_heads: int) -> str:
             share = kv_heads  # each KV head is held by several ranks
         if rows % share:
             return f"{kind.example}: {rows} outputs do not divide by {tp}"
-        if block and rows // share % BLOCK and (tp > 1 or kind.merged_not_last):
+        if block and rows // share % BLOCK and (tp > 1 or kind.joined):
             return f"{kind.example}: {rows} outputs / {share} is not a multiple of the block {BLOCK}"
-    elif block and rows % BLOCK and kind.merged_not_last:
+    elif block and rows % BLOCK and kind.joined:
         return f"{kind.example}: {rows} outputs are not a multiple of the block {BLOCK}"
     return ""
 
@@ -107,13 +107,35 @@ def tensor_parallel(
     return table, faults
 
 
+def check_fused(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[QuantkitError]:
+    """Sets that an engine fuses into one layer must be stored in one way."""
+    sets: dict[str, dict[str, Task]] = {}
+    for task in tasks:
+        fused = placed[task.weight.name].fused
+        if fused is not None and placed[task.weight.name].linear and task.fate != "drop":
+            stored = task.scheme.name if task.scheme and task.fate != "decode" else "as published"
+            sets.setdefault(fused, {}).setdefault(stored, task)
+    return [
+        QuantkitError(
+            "layers that engines fuse would be stored in different ways",
+            tensor=next(iter(stored.values())).weight.name,
+            value=", ".join(f"{t.name.rpartition('.')[2]}: {how}" for how, t in stored.items()),
+            allowed="one scheme for all layers of the set",
+            hint="name the whole set in the rule",
+        )
+        for stored in sets.values()
+        if len(stored) > 1
+    ]
+
+
 def check_shapes(tasks: Sequence[Task], table: Mapping[int, str], recipe: str) -> list[QuantkitError]:
     """Faults of layers whose inputs are not whole groups, one per scheme and number of inputs."""
     faults: dict[tuple[str, int], tuple[Task, int]] = {}
     for task in tasks:
         if task.fate != "quantize" or task.scheme is None or task.matrix is None:
             continue
-        if task.scheme.granularity == "group" and task.matrix.inputs % task.scheme.group_size:
+        step = task.scheme.group_size if task.scheme.granularity == "group" else 8 if task.scheme.element == "int4" else 1
+        if task.matrix.inputs % step:
             key = (task.scheme.name, task.matrix.inputs)
             first, count = faults.get(key, (task, 0))
             faults[key] = (first, count + 1)
@@ -130,12 +152,12 @@ def _group_fault(task: Task, count: int, table: Mapping[int, str], recipe: str) 
         sizes = {g: [n for n in TP_SIZES if inputs % n == 0 and inputs // n % g == 0] for g in fits}
         told = [f"--group {g} (tensor-parallel sizes {', '.join(map(str, sizes[g]))})" for g in fits]
         hint = (" or ".join(told) if told else "--group channel") + " fits; --group auto chooses"
-    broken = ", ".join(str(n) for n in table if n == 1 or inputs % n or inputs // n % scheme.group_size)
+    broken = ", ".join(str(n) for n in table if n == 1 or inputs % n or inputs // n % max(1, scheme.group_size))
     return QuantkitError(
         f"the group does not divide the inputs of {count} layer{'s' if count > 1 else ''}",
         file=recipe,
         tensor=task.name,
-        value=f"{inputs} inputs, group {scheme.group_size} (breaks tensor-parallel sizes {broken})",
+        value=f"{inputs} inputs, group {scheme.group_size or 'channel in words of 8'} (breaks tensor-parallel sizes {broken})",
         allowed=f"groups that divide {inputs}: {', '.join(map(str, fits)) or 'none'}",
         hint=hint,
     )

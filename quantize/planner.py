@@ -14,10 +14,11 @@ from quantkit.export.checkpoint import Checkpoint
 from quantkit.export.formats import Format, Layer, Part, format_module
 from quantkit.export.safetensors_file import nbytes_of
 from quantkit.export.sources.detect import Weight, weights_of
+from quantkit.export.targets import with_fused_names
 from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
 from quantkit.kernels.errors import QuantkitError, join_errors
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
-from quantkit.quantize.checks import check_shapes, tensor_parallel
+from quantkit.quantize.checks import check_fused, check_shapes, tensor_parallel
 from quantkit.quantize.layout import grouped, lay_out
 from quantkit.quantize.plan import Matrix, Plan, Task
 from quantkit.quantize.recipe import Recipe, Rule
@@ -236,7 +237,7 @@ def _layers(planner: Planner, tasks: Sequence[Task]) -> tuple[list[Layer], list[
     if not heads:  # a tied head has no tensor, but it is a linear layer all the same
         embedding = next((n for n in planner.weights if planner.placed[n].role == "embedding"), "model.embed_tokens.weight")
         ignore.append(embedding.rpartition("model.embed")[0].removesuffix("model.") + "lm_head")
-    return layers, ignore
+    return layers, with_fused_names(ignore)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
     parts = {id(t): _kept(t.weight) if t.fate == "keep" else planner.parts(t) for t in tasks}
     wanted = tuple(tp) or recipe.output.tp
     table, faults = tensor_parallel(tasks, planner.placed, source.config, wanted)
-    errors = planner.errors + check_shapes(tasks, table, recipe.name) + faults
+    errors = planner.errors + check_shapes(tasks, table, recipe.name) + check_fused(tasks, planner.placed) + faults
     if errors:
         raise join_errors("the plan cannot be carried out", errors)
     steps, shards = lay_out(grouped(tasks, planner.placed), parts, recipe.output.shard_size)

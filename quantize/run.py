@@ -28,7 +28,7 @@ from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
 from quantkit.quantize.plan import Plan, Shard, Step
 from quantkit.quantize.work import Measured, Target, run_step
 
-SYNC_SECONDS = 2.0  # at most so much finished work is done again after a kill
+SYNC_SECONDS = 0.5  # about so much finished work is done again after a kill
 MANIFEST = "quantkit.json"
 # Files of a source that are weights in another form, or say how the source was quantised: not copied.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -119,7 +119,8 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
         with Reader() as reader:
             _stream(plan, work, reader, jobs, memory, report)
         seconds = time.monotonic() - begun
-        measured = {name: Measured(*m) for step in work.done.values() for name, m in step.items()}
+        # in the order of the plan, not of the threads: the manifest is part of the output
+        measured = {n: Measured(*m) for step in plan.steps for n, m in work.done[step.name].items()}
         _write_files(plan, work.checkpoint, measured)
         work.publish(out)
     except OSError as e:

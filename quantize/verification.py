@@ -96,7 +96,8 @@ def verify_checkpoint(
         checks = check_files(checkpoint, manifest)
         checks.append(check_scales(weights, reader))
         checks.append(check_fused(weights, fused, reader))
-        checks.append(check_config(checkpoint, weights, _linear(weights, placed)))
+        ours = manifest is not None and manifest.get("format") != "as published"
+        checks.append(check_config(checkpoint, weights, _linear(weights, placed), ours=ours))
         if source is not None:
             more, layers = _against_source(weights, source, manifest, reader, jobs, advance)
             checks += more

@@ -126,7 +126,7 @@ def test_group_that_does_not_divide_says_which_would(tmp_path: Path) -> None:
     auto = make_plan(with_int4_group(load_recipe("int4"), "auto"), open_checkpoint(folder))
     assert {t.scheme.name for t in auto.tasks if t.scheme} == {"int4-g64"}
     assert auto.tp[1] == ""
-    assert "192 inputs / 2 is not a multiple of the group 64" in auto.tp[2]
+    assert "128 inputs / 4 is not a multiple of the group 64" in auto.tp[4]
 
 
 def test_tp_size_that_was_asked_for(tmp_path: Path) -> None:
