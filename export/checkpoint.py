@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from quantkit.export.safetensors_file import TensorInfo, read_all, read_header
 from quantkit.kernels.errors import QuantkitError, join_errors
 
@@ -103,7 +102,11 @@ def _check_index(tensors: dict[str, TensorInfo], weight_map: dict[str, Path], in
         elif tensors[name].file != file:
             errors.append(
                 QuantkitError(
-                    "the index names the wrong shard", file=index, tensor=name, value=file.name, allowed=tensors[name].file.name
+                    "the index names the wrong shard",
+                    file=index,
+                    tensor=name,
+                    value=file.name,
+                    allowed=tensors[name].file.name,
                 )
             )
     errors += [
@@ -141,7 +144,9 @@ def open_folder(folder: Path) -> Checkpoint:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise QuantkitError(
-            "not a checkpoint folder: there is no config.json", file=folder, hint="name the folder that holds config.json"
+            "not a checkpoint folder: there is no config.json",
+            file=folder,
+            hint="name the folder that holds config.json",
         )
     config = read_json(config_file)
     if not isinstance(config, dict):
@@ -164,7 +169,7 @@ def open_folder(folder: Path) -> Checkpoint:
 def open_checkpoint(source: str | Path) -> Checkpoint:
     """Open a checkpoint by folder or by Hub id `org/name[@revision]`.
 
-    A Hub id is fetched into the Hub's own cache (resumed, verified and shared by huggingface_hub) and opened from there.
+    A Hub id is fetched into the Hub's own cache, by huggingface_hub, and opened from there.
     """
     folder = Path(source)
     if folder.is_dir():

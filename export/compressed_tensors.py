@@ -11,8 +11,8 @@ from typing import Any
 
 from quantkit.export.formats import Layer, Part
 from quantkit.export.targets import target_patterns
-from quantkit.kernels.scheme import QuantScheme
 from quantkit.kernels.scheme import SCHEMES as ALL_SCHEMES
+from quantkit.kernels.scheme import QuantScheme
 
 SCHEMES = tuple(name for name in ALL_SCHEMES if name not in ("bf16", "fp8-block-ue8m0"))
 
@@ -92,8 +92,7 @@ def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
     if len(groups) == 1:
         targets = [["Linear"]]
     else:
-        everything = {key: modules for key, modules in groups.items()}
-        targets = target_patterns(list(everything.values()), plain)
+        targets = target_patterns(list(groups.values()), plain)
     described = {
         f"group_{i}": {"targets": target, **_scheme(schemes[name], static), "output_activations": None}
         for i, ((name, static), target) in enumerate(zip(groups, targets, strict=True))

@@ -44,7 +44,10 @@ class Layer:
 class Format(Protocol):
     """What a format module offers."""
 
-    SCHEMES: Sequence[str]
+    @property
+    def SCHEMES(self) -> Sequence[str]:  # noqa: N802 - a constant of the module
+        """Names of the schemes it can hold."""
+        ...
 
     def parts(self, scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
         """Tensors of a layer of `rows` outputs; `half`: the model's dtype is fp16, not bf16."""

@@ -15,7 +15,7 @@ from quantkit.kernels.scheme import QuantScheme
 SCHEMES = ("fp8-block", "fp8-block-ue8m0")
 
 
-def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:  # noqa: ARG001
+def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
     """Tensors of one layer w_OI of shape [rows, inputs]; ue8m0 scales are powers of two stored as float32."""
     return [
         Part("codes", "weight", "F8_E4M3", (rows, inputs)),
@@ -28,7 +28,9 @@ def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
     names = {layer.scheme.name for layer in layers if layer.scheme}
     if len(names) > 1:
         raise QuantkitError(
-            "the `fp8` format has one scale format for all layers", value=", ".join(sorted(names)), allowed="one of them"
+            "the `fp8` format has one scale format for all layers",
+            value=", ".join(sorted(names)),
+            allowed="one of them",
         )
     ue8m0 = {"scale_fmt": "ue8m0"} if names == {"fp8-block-ue8m0"} else {}
     return {

@@ -15,7 +15,7 @@ from quantkit.kernels.scheme import QuantScheme
 SCHEMES = ("mxfp4",)
 
 
-def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:  # noqa: ARG001
+def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
     """Tensors of one expert's matrix [rows, inputs]; the plan puts the experts' axis in front."""
     return [
         Part("codes", "blocks", "U8", (rows, inputs // 32, 16)),
@@ -23,6 +23,6 @@ def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scal
     ]
 
 
-def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:  # noqa: ARG001
+def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
     """`quantization_config`; the list is the one of the published gpt-oss checkpoints, extended by other layers."""
     return {"config.json": {"quant_method": "mxfp4", "modules_to_not_convert": list(ignore)}}

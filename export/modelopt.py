@@ -24,7 +24,7 @@ ALGORITHM = {
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # readers choose their rules by this version of the layout
 
 
-def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:  # noqa: ARG001
+def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
     """Tensors of one layer w_OI of shape [rows, inputs]."""
     if scheme.name == "nvfp4":
         return [

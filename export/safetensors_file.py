@@ -3,9 +3,9 @@
 Layout (safetensors format, huggingface/safetensors): 8 bytes little-endian header length, a JSON header that maps each
 tensor name to dtype, shape and `data_offsets` relative to the end of the header, then the tensor bytes without a gap.
 
-Reading: only headers, and every number in them is checked before it is believed, because a checkpoint is downloaded data.
-Writing: the reference writer needs all tensors at once; ours lays a shard out first (`layout`), so that workers can write
-each tensor at its final offset in any order, and a killed run can go on.
+Reading: only headers, and every number in them is checked before it is believed: a checkpoint is downloaded data.
+Writing: the reference writer needs all tensors at once; ours lays a shard out first (`layout`), so that workers can
+write each tensor at its final offset in any order, and a killed run can go on.
 """
 
 from __future__ import annotations

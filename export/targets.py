@@ -50,7 +50,7 @@ def _numbers(module: str) -> tuple[str, ...]:
 
 
 def _pattern(template: str, members: list[tuple[str, ...]], others: set[tuple[str, ...]]) -> list[str]:
-    r"""Patterns for the layers of one template: `\d+` where that hits no other layer, lists of numbers where it would."""
+    r"""Patterns for one template: `\d+` where that hits no other layer, lists of numbers where it would."""
     pieces = [re.escape(p) for p in template.split("#")]
 
     def fill(slots: Sequence[str]) -> str:

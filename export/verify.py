@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, read_json
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
@@ -71,7 +70,9 @@ def check_files(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> l
                 header = length + f.read(int.from_bytes(length, "little"))
             if planned.get(file.name) != hashlib.sha256(header).hexdigest():
                 failures.append(f"{file.name}: its tensors are not those of the plan")
-        checks.append(Check("every planned tensor is there once, nothing else", f"{len(planned)} shards", tuple(failures)))
+        checks.append(
+            Check("every planned tensor is there once, nothing else", f"{len(planned)} shards", tuple(failures))
+        )
     return checks
 
 
@@ -135,8 +136,8 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
     """The configuration says of every linear layer what its tensors are.
 
     linear  names of all linear weights
-    ours    the lists were written by quantkit, which names every layer that is not quantised; published ones may rely on
-            what engines do anyway
+    ours    the lists were written by quantkit, which names every layer that is not quantised; published lists may
+            rely on what engines do anyway
     """
     config = checkpoint.config.get("quantization_config") or {}
     quantized = [n for n in linear if weights[n].encoding != "plain"]
@@ -151,7 +152,9 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
         covered = _listed(config, modules)
         failures += [f"{m}: is quantised, yet on the ignore list" for m in sorted(covered)[:20]]
         groups = config.get("config_groups") or {}
-        by_class = config["quant_method"] != "compressed-tensors" or any("Linear" in g["targets"] for g in groups.values())
+        by_class = config["quant_method"] != "compressed-tensors" or any(
+            "Linear" in g["targets"] for g in groups.values()
+        )
         if ours and by_class:
             missing = {weights[n].module for n in plain} - _listed(config, [weights[n].module for n in plain])
             failures += [f"{m}: is not quantised, yet not on the ignore list" for m in sorted(missing)[:20]]
@@ -160,16 +163,26 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
     nested = checkpoint.folder / "hf_quant_config.json"
     if nested.is_file():
         failures += _check_nested(config, read_json(nested))
-    return Check("the configuration describes the tensors", f"{len(quantized)} layers quantised, {len(plain)} not", tuple(failures))
+    return Check(
+        "the configuration describes the tensors",
+        f"{len(quantized)} layers quantised, {len(plain)} not",
+        tuple(failures),
+    )
 
 
 def _check_groups(groups: Mapping[str, Any], weights: Sequence[Weight]) -> list[str]:
     """Each layer falls into a group of its own scheme."""
     failures = []
     described = [(g["targets"], g.get("weights") or {}) for g in groups.values()]
-    compiled = [([re.compile(t[3:]) for t in targets if t.startswith("re:")], set(targets), args) for targets, args in described]
+    compiled = [
+        ([re.compile(t[3:]) for t in targets if t.startswith("re:")], set(targets), args) for targets, args in described
+    ]
     for weight in weights:
-        hits = [a for p, names, a in compiled if "Linear" in names or weight.module in names or any(x.match(weight.module) for x in p)]
+        hits = [
+            a
+            for p, names, a in compiled
+            if "Linear" in names or weight.module in names or any(x.match(weight.module) for x in p)
+        ]
         scheme = weight.scheme
         if len(hits) != 1:
             failures.append(f"{weight.module}: {len(hits)} config groups claim it")
@@ -178,7 +191,8 @@ def _check_groups(groups: Mapping[str, Any], weights: Sequence[Weight]) -> list[
             group = scheme.group_size if scheme.granularity == "group" else hits[0].get("group_size")
             if hits[0].get("num_bits") != bits or hits[0].get("group_size") != group:
                 failures.append(
-                    f"{weight.module}: stored as {scheme.name}, described as {hits[0].get('num_bits')} bits, group {hits[0].get('group_size')}"
+                    f"{weight.module}: stored as {scheme.name}, described as {hits[0].get('num_bits')} bits, "
+                    f"group {hits[0].get('group_size')}"
                 )
     return failures
 
@@ -192,8 +206,6 @@ def _check_nested(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[
     if sorted(inner.get("exclude_modules") or []) != sorted(config.get("ignore") or []):
         failures.append("hf_quant_config.json and config.json list different modules as not quantised")
     return failures
-
-
 
 
 def manifest_of(folder: Path) -> dict[str, Any] | None:

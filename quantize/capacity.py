@@ -32,8 +32,8 @@ def _fates(plan: Plan) -> list[dict[str, Any]]:
         key = (task.role, task.fate, scheme, task.method)
         row = rows.setdefault(
             key,
-            {"role": task.role, "fate": task.fate, "scheme": scheme, "method": task.method, "layers": 0, "parameters": 0,
-             "bytes_in": 0, "bytes_out": 0, "reason": task.reason},
+            {"role": task.role, "fate": task.fate, "scheme": scheme, "method": task.method, "layers": 0,
+             "parameters": 0, "bytes_in": 0, "bytes_out": 0, "reason": task.reason},
         )  # fmt: skip
         row["layers"] += 1
         row["parameters"] += int(math.prod(task.weight.shape) * task.share)

@@ -82,7 +82,7 @@ def _blocked(kind: _Kind, tp: int, heads: int, kv_heads: int) -> str:
 def tensor_parallel(
     tasks: Sequence[Task], placed: Mapping[str, Placed], config: Mapping[str, Any], wanted: Sequence[int]
 ) -> tuple[dict[int, str], list[QuantkitError]]:
-    """(size -> "" or why it does not load) for the usual sizes and those `wanted`; a wanted size that fails is a fault."""
+    """(size -> "" or why it does not load) for the usual sizes and those `wanted`, which are faults when they fail."""
     facts = tp_facts(config)
     kinds = _kinds(tasks, placed)
     table: dict[int, str] = {}
@@ -134,7 +134,9 @@ def check_shapes(tasks: Sequence[Task], table: Mapping[int, str], recipe: str) -
     for task in tasks:
         if task.fate != "quantize" or task.scheme is None or task.matrix is None:
             continue
-        step = task.scheme.group_size if task.scheme.granularity == "group" else 8 if task.scheme.element == "int4" else 1
+        step = (
+            task.scheme.group_size if task.scheme.granularity == "group" else 8 if task.scheme.element == "int4" else 1
+        )
         if task.matrix.inputs % step:
             key = (task.scheme.name, task.matrix.inputs)
             first, count = faults.get(key, (task, 0))
@@ -153,11 +155,12 @@ def _group_fault(task: Task, count: int, table: Mapping[int, str], recipe: str) 
         told = [f"--group {g} (tensor-parallel sizes {', '.join(map(str, sizes[g]))})" for g in fits]
         hint = (" or ".join(told) if told else "--group channel") + " fits; --group auto chooses"
     broken = ", ".join(str(n) for n in table if n == 1 or inputs % n or inputs // n % max(1, scheme.group_size))
+    unit = scheme.group_size or "channel in words of 8"
     return QuantkitError(
         f"the group does not divide the inputs of {count} layer{'s' if count > 1 else ''}",
         file=recipe,
         tensor=task.name,
-        value=f"{inputs} inputs, group {scheme.group_size or 'channel in words of 8'} (breaks tensor-parallel sizes {broken})",
+        value=f"{inputs} inputs, group {unit} (breaks tensor-parallel sizes {broken})",
         allowed=f"groups that divide {inputs}: {', '.join(map(str, fits)) or 'none'}",
         hint=hint,
     )

@@ -5,20 +5,20 @@ Letters: R rows, I inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import row_source
 from quantkit.export.verify import scale_values
-from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
+from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.rows import quantize_rows, requantize_rows, row_parts
 from quantkit.kernels.elements import E4M3_VALUES
 from quantkit.kernels.packed import unpack_zero_points
@@ -31,7 +31,7 @@ COPY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A weight of the output, and the rows of the source that it stands for (from `first_row` of the flattened weight)."""
+    """A weight of the output, and the rows of the source it stands for: from `first_row` of the flattened weight."""
 
     source: Weight
     output: Weight
@@ -42,13 +42,14 @@ class Pair:
     @property
     def nbytes(self) -> int:
         """Source bytes that the comparison reads."""
-        whole = np.prod(self.source.shape) if self.out_expert is None else np.prod(self.source.shape) * self.output.shape[0]
-        return int(self.source.nbytes * np.prod(self.output.shape) / max(1, whole))
+        pairs = 1 if self.out_expert is None else self.output.shape[0]
+        share = math.prod(self.output.shape) / max(1, math.prod(self.source.shape) * pairs)
+        return int(self.source.nbytes * share)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came out: `differing` of `count` bytes, values or codes; sums of squares for a quantised layer (scheme set)."""
+    """What came out: `differing` of `count` bytes, values or codes; sums of squares where `scheme` names one."""
 
     name: str
     scheme: str
@@ -133,7 +134,7 @@ def _decoded(pair: Pair, reader: Reader) -> Compared:
     """A quantised source that became BF16: every value is the source's value rounded to nearest even."""
     if pair.out_expert is not None:
         return _decoded_expert(pair, pair.out_expert, reader)
-    rows, inputs = int(np.prod(pair.output.shape[:-1])), pair.output.shape[-1]
+    rows, inputs = math.prod(pair.output.shape[:-1]), pair.output.shape[-1]
     source = row_source(pair.source, rows, inputs, 0, None, reader)
     w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
     expected = np.empty(w_RI.shape, np.uint16)
@@ -179,7 +180,7 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
     amax = float(shared or 0.0)
     w_RI = np.empty((chunk_rows(inputs, multiple), inputs), np.float32)
     hat_RI = np.empty_like(w_RI)
-    codes_at = out.parts["codes"].nbytes // int(np.prod(out.shape[:-1]))  # bytes of a row
+    codes_at = out.parts["codes"].nbytes // math.prod(out.shape[:-1])  # bytes of a row
     sums = np.zeros(3, np.float64)
     differing = 0
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
@@ -207,12 +208,16 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
 
 
 def _farther(
-    w_RI: NDArray[np.float32], hat_RI: NDArray[np.float32], codes: NDArray[np.uint8], scale: NDArray[np.generic], scale_2: float
+    w_RI: NDArray[np.float32],
+    hat_RI: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    scale: NDArray[np.generic],
+    scale_2: float,
 ) -> int:
     """NVFP4 values on disk that are farther from their weight than the nearest code's.
 
-    The divisor on disk is the reciprocal of the multiplier that codes were chosen under, rounded once more. A weight that
-    lies half-way between two codes may then fall to either side; both are equally near.
+    The divisor on disk is the reciprocal of the multiplier that codes were chosen under, rounded once more. A weight
+    that lies half-way between two codes may then fall to either side; both are equally near.
     """
     nearest_RI = np.empty_like(hat_RI)
     decode.fp4_to_f32(codes, E4M3_VALUES[scale.astype(np.uint8)] * np.float32(scale_2), 16, nearest_RI)
@@ -234,7 +239,7 @@ def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[n
     if scheme.element == "int4":
         return raw.view(np.uint16).reshape(info.shape)
     if scheme.element == "e2m1":
-        return raw.reshape(int(np.prod(out.shape[:-1])), -1)
+        return raw.reshape(math.prod(out.shape[:-1]), -1)
     values = scale_values(info, reader)
     if scheme.granularity == "tensor":
         return values[:1]
@@ -244,7 +249,9 @@ def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[n
 
 def _stored_zero(out: Weight, reader: Reader) -> NDArray[np.int8] | None:
     info = out.parts.get("zero")
-    return None if info is None else unpack_zero_points(reader.read(info).view(np.int32).reshape(info.shape), out.shape[0])
+    return (
+        None if info is None else unpack_zero_points(reader.read(info).view(np.int32).reshape(info.shape), out.shape[0])
+    )
 
 
 def _shared(out: Weight, scheme: QuantScheme, reader: Reader) -> tuple[float | None, float | None]:

@@ -4,7 +4,7 @@
     OUT.partial/journal      first line: the plan's identity; then one line per finished step
     OUT.partial/checkpoint/  the output as it grows, renamed to OUT at the end
 
-A line is appended only after the step's bytes were synced, so what the journal says is on the disk, whatever was killed.
+A line is appended only after the step's bytes were synced: what the journal says is on the disk, whatever was killed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_target(out: Path) -> None:
 
 
 def open_work(out: Path, identity: Mapping[str, str]) -> Work:
-    """Open or resume the work folder of `out`; raises QuantkitError when another run holds it or made it for another plan."""
+    """Open or resume the work folder of `out`; QuantkitError when another run holds it, or another plan made it."""
     check_target(out)
     folder = work_folder(out)
     try:
@@ -110,7 +110,7 @@ def open_work(out: Path, identity: Mapping[str, str]) -> Work:
 def _resume(path: Path, identity: Mapping[str, str]) -> tuple[TextIO, dict[str, Any]]:
     """The journal open for appending, and the steps that it holds; a torn last line is cut off."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    whole = [line for line in lines[:-1]] if lines else []
+    whole = lines[:-1]
     if not whole:
         journal = path.open("w", encoding="utf-8")
         journal.write(json.dumps(dict(identity)) + "\n")
@@ -122,7 +122,9 @@ def _resume(path: Path, identity: Mapping[str, str]) -> tuple[TextIO, dict[str, 
         before = json.loads(whole[0])
         done = dict(json.loads(line) for line in whole[1:])
     except (ValueError, TypeError) as e:
-        raise QuantkitError("the journal of the unfinished run is damaged", file=path, hint=f"remove {path.parent}") from e
+        raise QuantkitError(
+            "the journal of the unfinished run is damaged", file=path, hint=f"remove {path.parent}"
+        ) from e
     changed = sorted(k for k in {*before, *identity} if before.get(k) != identity.get(k))
     if changed:
         raise QuantkitError(

@@ -80,5 +80,7 @@ def lay_out(
             settled.append(replace(task, outs=tuple(outs)))
         steps.append(Step(key, tuple(settled)))
     count = len(laid)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors" for i in range(count)]
+    names = [
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors" for i in range(count)
+    ]
     return steps, [Shard(n, h, tuple(s), z) for n, (h, s, z) in zip(names, laid, strict=True)]

@@ -47,7 +47,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """Bytes that a task writes: a tensor of the output, or its share of a fused one. `start` counts from the file's start."""
+    """Bytes that a task writes: a tensor of the output, or its share of a fused one, from byte `start` of the file."""
 
     kind: str
     name: str
@@ -143,7 +143,7 @@ class Plan:
         return {"metadata": {"total_size": self.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
 
     def identity(self) -> dict[str, str]:
-        """What decides the bytes of the output, by name, each as text or a digest; equal identities give equal bytes."""
+        """What decides the bytes of the output, each as text or a digest: equal identities give equal bytes."""
 
         def digest(data: bytes) -> str:
             return hashlib.sha256(data).hexdigest()

@@ -1,7 +1,4 @@
-"""Make a plan: match rules, choose fates, lay out shards, write the configuration. Pure: no weight is read.
-
-All faults are gathered and reported at once.
-"""
+"""Make a plan: choose fates, check them, lay out shards, write the configuration. Pure: no weight is read."""
 
 from __future__ import annotations
 
@@ -11,18 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.export.checkpoint import Checkpoint
-from quantkit.export.formats import Format, Layer, Part, format_module
-from quantkit.export.safetensors_file import nbytes_of
-from quantkit.export.sources.detect import Weight, weights_of
+from quantkit.export.formats import Layer, Part
+from quantkit.export.sources.detect import Weight
 from quantkit.export.targets import with_fused_names
-from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
-from quantkit.kernels.errors import QuantkitError, join_errors
-from quantkit.kernels.scheme import SCHEMES, QuantScheme
+from quantkit.kernels.errors import join_errors
 from quantkit.quantize.checks import check_fused, check_shapes, tensor_parallel
+from quantkit.quantize.fates import Fates
 from quantkit.quantize.layout import grouped, lay_out
-from quantkit.quantize.plan import Matrix, Plan, Task
-from quantkit.quantize.recipe import Recipe, Rule
-from quantkit.quantize.roles import Placed, matches_role, roles_of
+from quantkit.quantize.plan import Plan, Task
+from quantkit.quantize.recipe import Recipe
+from quantkit.quantize.roles import matches_role
 
 AUTO_GROUPS = (128, 64, 32)
 _NUMBERS = re.compile(r"(\d+)")
@@ -33,186 +28,15 @@ def natural_key(name: str) -> list[str | int]:
     return [int(p) if i % 2 else p for i, p in enumerate(_NUMBERS.split(name))]
 
 
-class Planner:
-    """The inputs of one plan, and the faults found so far. Used once, by `make_plan`."""
-
-    def __init__(self, recipe: Recipe, source: Checkpoint, format_name: str) -> None:
-        self.recipe = recipe
-        self.source = source
-        self.format_name = format_name
-        self.format: Format = format_module(format_name)
-        self.weights = dict(sorted(weights_of(source).items(), key=lambda kv: natural_key(kv[0])))
-        self.placed, self.family = roles_of({n: w.shape for n, w in self.weights.items()}, source.config)
-        text = source.config.get("text_config") or source.config
-        dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
-        self.half = "float16" in dtype and "bfloat16" not in dtype
-        self.errors: list[QuantkitError] = []
-
-    def fault(self, message: str, weight: Weight, **more: Any) -> None:
-        file = next(iter(weight.parts.values())).file
-        self.errors.append(QuantkitError(message, file=file, tensor=weight.name, **more))
-
-    def rules(self) -> dict[str, Rule]:
-        """The rule that decides over each weight; a rule that decides over none is a fault."""
-        chosen: dict[str, Rule] = {}
-        used = [False] * len(self.recipe.weights)
-        by_role: dict[str, int | None] = {}
-        named = any(r.match.name for r in self.recipe.weights)
-        for name in self.weights:
-            role = self.placed[name].role
-            if named or role not in by_role:
-                by_role[role] = next(i for i, r in enumerate(self.recipe.weights) if r.match.hits(name, role))
-            i = by_role[role]
-            assert i is not None
-            used[i] = True
-            chosen[name] = self.recipe.weights[i]
-        roles = sorted({p.role for p in self.placed.values()})
-        for rule, hit in zip(self.recipe.weights, used, strict=True):
-            if not hit and not rule.match.closing:
-                self.errors.append(
-                    QuantkitError(
-                        "a rule matches nothing in this checkpoint",
-                        file=self.recipe.name,
-                        value=str(rule.match),
-                        allowed="roles here: " + ", ".join(roles),
-                        hint="an earlier rule may have taken what it names; first match wins",
-                    )
-                )
-        return chosen
-
-    def schemes(self, chosen: Mapping[str, Rule]) -> dict[int, QuantScheme]:
-        """The scheme of each rule that has one, by the rule's identity: `group` and `auto` resolved."""
-        found: dict[int, QuantScheme] = {}
-        for rule in self.recipe.weights:
-            if rule.scheme is None:
-                continue
-            group: int | str | None = rule.group
-            if group == "auto":
-                inputs = {w.shape[-1] for n, w in self.weights.items() if chosen[n] is rule and self.placed[n].linear}
-                group = next((g for g in AUTO_GROUPS if all(i % g == 0 for i in inputs)), 32)
-            found[id(rule)] = rule.with_group(group) if group else SCHEMES[rule.scheme]
-            known = METHODS[family(found[id(rule)])] if found[id(rule)].element != "float" else ()
-            if rule.method is not None and rule.method not in known:
-                self.errors.append(
-                    QuantkitError(
-                        f"unknown method for {rule.scheme}", file=self.recipe.name, value=rule.method, allowed=", ".join(known) or "none"
-                    )
-                )
-        return found
-
-    def tasks(self) -> list[Task]:
-        """The fate of every weight, in the order of the output; places of bytes are still open."""
-        chosen = self.rules()
-        schemes = self.schemes(chosen)
-        tasks: list[Task] = []
-        for name, weight in self.weights.items():
-            rule, placed = chosen[name], self.placed[name]
-            scheme = schemes.get(id(rule))
-            if rule.drop is not None:
-                tasks.append(Task(name, "drop", placed.role, weight, reason=rule.drop))
-            elif scheme is None or (scheme.element != "float" and not placed.linear) or (scheme.element == "float" and weight.encoding == "plain"):
-                tasks.append(Task(name, "keep", placed.role, weight))
-            elif weight.scheme == scheme:
-                tasks.append(Task(name, "pass", placed.role, weight, scheme=scheme))
-            elif scheme.element == "float":
-                tasks += self.decoded(weight, placed.role, scheme)
-            else:
-                method = rule.method or DEFAULT_METHOD[family(scheme)]
-                for module, matrix in self.matrices(weight, placed, scheme):
-                    task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
-                    tasks.append(task)
-        return tasks
-
-    def decoded(self, weight: Weight, role: str, scheme: QuantScheme) -> list[Task]:
-        """Tasks that decode a weight; gpt-oss experts one by one, since BF16 stores them transposed."""
-        if len(weight.shape) == 2:
-            return [Task(weight.name, "decode", role, weight, scheme=scheme)]
-        experts, rows, inputs = weight.shape
-        matrices = [Matrix(weight, rows, inputs, e * rows, e) for e in range(experts)]
-        return [Task(f"{weight.name}.{m.expert}", "decode", role, weight, m, scheme) for m in matrices]
-
-    def matrices(self, weight: Weight, placed: Placed, scheme: QuantScheme) -> list[tuple[str, Matrix]]:
-        """(module, matrix) for each linear layer inside a weight: one, or one an expert for a fused tensor."""
-        module = weight.module
-        if len(weight.shape) == 2:
-            return [(module, Matrix(weight, *weight.shape))]
-        experts, rows, inputs = weight.shape
-        if placed.transposed:
-            rows, inputs = inputs, rows
-        if self.family.name == "gpt_oss" or placed.transposed:
-            if self.format_name != "mxfp4":
-                self.fault(
-                    "the fused experts of gpt-oss are read by engines as MXFP4 or BF16 only",
-                    weight,
-                    value=f"{scheme.name} in the {self.format_name} format",
-                    allowed="keep, or scheme mxfp4 with --format mxfp4",
-                )
-            return [(f"{module}.{e}", Matrix(weight, rows, inputs, e * rows, e, placed.transposed)) for e in range(experts)]
-        stem, _, last = module.rpartition(".")
-        pieces = {"gate_up_proj": ("gate_proj", "up_proj")}.get(last, (last,))
-        if rows % len(pieces) or last not in ("gate_up_proj", "down_proj"):
-            self.fault("fused experts of an unknown layout", weight, value=list(weight.shape), allowed="gate_up_proj, down_proj")
-            return []
-        share = rows // len(pieces)
-        return [
-            (f"{stem}.{e}.{piece}", Matrix(weight, share, inputs, e * rows + i * share, e))
-            for e in range(experts)
-            for i, piece in enumerate(pieces)
-        ]
-
-    def parts(self, task: Task) -> list[Part]:
-        """The tensors a task writes, by the name that follows the module's."""
-        if task.fate == "drop":
-            return []
-        if task.fate == "decode":
-            return [Part("codes", "weight", "BF16", task.weight.shape if task.matrix is None else task.weight.shape[:0:-1])]
-        assert task.scheme is not None
-        if task.scheme.name not in self.format.SCHEMES:
-            self.fault(
-                f"the {self.format_name} format cannot hold {task.scheme.name}",
-                task.weight,
-                allowed=", ".join(self.format.SCHEMES),
-                hint="choose another --format, or another scheme; `scheme: bf16` decodes what the source has quantised",
-            )
-            return []
-        if task.fate == "pass":
-            return self._passed(task, task.scheme)
-        assert task.matrix is not None
-        static = task.input_scale is not None
-        try:
-            return self.format.parts(task.scheme, task.matrix.rows, task.matrix.inputs, half=self.half, input_scale=static)
-        except QuantkitError as e:
-            self.fault(e.message, task.weight, allowed=e.allowed, hint=e.hint)
-            return []
-
-    def _passed(self, task: Task, scheme: QuantScheme) -> list[Part]:
-        """Parts of a weight whose bytes are copied: dtypes of the source where only the label differs."""
-        weight = task.weight
-        if len(weight.shape) != 2:
-            self.fault("fused experts cannot change their format", weight, allowed="--format mxfp4, or keep")
-            return []
-        half = "scale" in weight.parts and weight.parts["scale"].dtype == "F16"
-        out = []
-        for part in self.format.parts(scheme, *weight.shape, half=half, input_scale=False):
-            own = weight.parts.get(part.kind)
-            if own is not None and part.kind == "shape":
-                part = replace(part, dtype=own.dtype)
-            elif own is not None and own.nbytes != nbytes_of(part.dtype, part.shape):
-                self.fault("the source's scale cannot be copied into this format", weight, value=f"{own.dtype} {own.shape}",
-                           allowed=f"{part.dtype} {part.shape}")  # fmt: skip
-            out.append(part)
-        return out
-
-
-def is_published(planner: Planner, tasks: Sequence[Task]) -> bool:
-    """True when nothing but copies is asked for and the source is in the target format already (or no scheme is named)."""
-    fates = {t.fate for t in tasks}
-    if fates & {"quantize", "decode"}:
+def is_published(fates: Fates, tasks: Sequence[Task]) -> bool:
+    """True when only copies are asked for, and the source is in the target format already or no scheme is named."""
+    asked = {t.fate for t in tasks}
+    if asked & {"quantize", "decode"}:
         return False
-    method = (planner.source.config.get("quantization_config") or {}).get("quant_method")
-    text = planner.source.config.get("text_config") or {}
+    method = (fates.source.config.get("quantization_config") or {}).get("quant_method")
+    text = fates.source.config.get("text_config") or {}
     method = method or (text.get("quantization_config") or {}).get("quant_method")
-    return "pass" not in fates or method == planner.format_name
+    return "pass" not in asked or method == fates.format_name
 
 
 def _kept(weight: Weight) -> list[Part]:
@@ -221,21 +45,27 @@ def _kept(weight: Weight) -> list[Part]:
     return [Part(kind, t.name, t.dtype, t.shape) for kind, t in named]  # type: ignore[arg-type]
 
 
-def _layers(planner: Planner, tasks: Sequence[Task]) -> tuple[list[Layer], list[str]]:
+def _layers(fates: Fates, tasks: Sequence[Task]) -> tuple[list[Layer], list[str]]:
     """Linear layers of the output, and the names of those that stay unquantised: in full, one per shard."""
     layers, ignore = [], []
     for task in tasks:
         quantized = task.fate in ("quantize", "pass") and task.scheme is not None
-        placed = planner.placed[task.weight.name]
+        placed = fates.placed[task.weight.name]
         is_matrix = task.weight.name.endswith(".weight") and len(task.weight.shape) == 2
         if quantized:
-            layers.append(Layer(task.name if task.fate == "quantize" else task.weight.module, task.scheme, task.input_scale))
-        elif task.fate != "drop" and is_matrix and not any(matches_role(placed.role.removeprefix("mtp."), r) for r in ("embedding", "norm")):
+            layers.append(
+                Layer(task.name if task.fate == "quantize" else task.weight.module, task.scheme, task.input_scale)
+            )
+        elif (
+            task.fate != "drop"
+            and is_matrix
+            and not any(matches_role(placed.role.removeprefix("mtp."), r) for r in ("embedding", "norm"))
+        ):
             layers.append(Layer(task.weight.module, None))
             ignore.append(task.weight.module)
-    heads = [w.module for n, w in planner.weights.items() if planner.placed[n].role == "lm_head"]
+    heads = [w.module for n, w in fates.weights.items() if fates.placed[n].role == "lm_head"]
     if not heads:  # a tied head has no tensor, but it is a linear layer all the same
-        embedding = next((n for n in planner.weights if planner.placed[n].role == "embedding"), "model.embed_tokens.weight")
+        embedding = next((n for n in fates.weights if fates.placed[n].role == "embedding"), "model.embed_tokens.weight")
         ignore.append(embedding.rpartition("model.embed")[0].removesuffix("model.") + "lm_head")
     return layers, with_fused_names(ignore)
 
@@ -248,47 +78,47 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = None, tp: Sequence[int] = ()) -> Plan:
     """The complete plan of one output; raises QuantkitError with every fault found."""
-    planner = Planner(recipe, source, format_name or recipe.output.format)
-    tasks = planner.tasks()
-    published = is_published(planner, tasks)
+    fates = Fates(recipe, source, format_name or recipe.output.format)
+    tasks = fates.tasks()
+    published = is_published(fates, tasks)
     if not published:
-        tasks = [_for_format(planner, t) for t in tasks]
+        tasks = [_for_format(fates, t) for t in tasks]
     else:
         tasks = [replace(t, fate="keep") if t.fate == "pass" else t for t in tasks]
-    parts = {id(t): _kept(t.weight) if t.fate == "keep" else planner.parts(t) for t in tasks}
+    parts = {id(t): _kept(t.weight) if t.fate == "keep" else fates.parts(t) for t in tasks}
     wanted = tuple(tp) or recipe.output.tp
-    table, faults = tensor_parallel(tasks, planner.placed, source.config, wanted)
-    errors = planner.errors + check_shapes(tasks, table, recipe.name) + check_fused(tasks, planner.placed) + faults
+    table, faults = tensor_parallel(tasks, fates.placed, source.config, wanted)
+    errors = fates.errors + check_shapes(tasks, table, recipe.name) + check_fused(tasks, fates.placed) + faults
     if errors:
         raise join_errors("the plan cannot be carried out", errors)
-    steps, shards = lay_out(grouped(tasks, planner.placed), parts, recipe.output.shard_size)
-    layers, ignore = _layers(planner, tasks)
+    steps, shards = lay_out(grouped(tasks, fates.placed), parts, recipe.output.shard_size)
+    layers, ignore = _layers(fates, tasks)
     files: dict[str, Any] = {"config.json": source.config}
     if not published:
         bare = without_quantization(source.config)
         files = {"config.json": bare}
         if any(layer.scheme for layer in layers):
-            made = dict(planner.format.config(layers, ignore))
+            made = dict(fates.format.config(layers, ignore))
             files = {**made, "config.json": {**bare, "quantization_config": made["config.json"]}}
     return Plan(
-        source, recipe, "as published" if published else planner.format_name, planner.family, planner.placed,
-        tuple(steps), tuple(shards), tuple(layers), tuple(ignore), files, planner.half, table,
+        source, recipe, "as published" if published else fates.format_name, fates.family, fates.placed,
+        tuple(steps), tuple(shards), tuple(layers), tuple(ignore), files, fates.half, table,
     )  # fmt: skip
 
 
-def _for_format(planner: Planner, task: Task) -> Task:
+def _for_format(fates: Fates, task: Task) -> Task:
     """A kept weight that the source has quantised must be passed into the target format, or it would be unreadable."""
     if task.fate != "keep" or task.weight.encoding == "plain":
         return task
     scheme = task.weight.scheme
-    if planner.format_name == "mxfp4" and len(task.weight.shape) == 3:
+    if fates.format_name == "mxfp4" and len(task.weight.shape) == 3:
         return task
-    if scheme is None or scheme.name not in planner.format.SCHEMES:
-        planner.fault(
-            f"a kept weight is stored in a way that the {planner.format_name} format cannot hold",
+    if scheme is None or scheme.name not in fates.format.SCHEMES:
+        fates.fault(
+            f"a kept weight is stored in a way that the {fates.format_name} format cannot hold",
             task.weight,
             value=scheme.name if scheme else task.weight.encoding,
-            allowed=", ".join(planner.format.SCHEMES),
+            allowed=", ".join(fates.format.SCHEMES),
             hint="give it `scheme: bf16` to decode it, or another --format",
         )
         return task

@@ -22,9 +22,22 @@ def progress(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[i
         return
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=total)
             yield lambda n: bar.advance(task, n)
@@ -40,6 +53,10 @@ def progress(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[i
             last = now
             left = (total - done) * (now - begun) / done
             rate = done / (now - begun) / 1e9
-            print(f"{what}: {_gb(done)} of {_gb(total)} GB, {rate:.2f} GB/s, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{what}: {_gb(done)} of {_gb(total)} GB, {rate:.2f} GB/s, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     yield advance

@@ -1,7 +1,7 @@
 """Recipes: which weights of a checkpoint become what, as YAML with no unknown keys.
 
-A rule matches weights by role (`quantize/roles.py`) or by name; the first rule that matches decides. Shipped recipes are
-the files of `quantkit.recipes`; any other path is read as a file.
+A rule matches weights by role (`quantize/roles.py`) or by name; the first rule that matches decides. Shipped recipes
+are the files of `quantkit.recipes`; any other path is read as a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.roles import matches_role
@@ -60,7 +59,8 @@ class Match(Strict):
         if self.role:
             return any(matches_role(role, p) for p in self.role)
         return any(
-            re.match(p[3:], name) is not None if p.startswith("re:") else fnmatch.fnmatchcase(name, p) for p in self.name
+            re.match(p[3:], name) is not None if p.startswith("re:") else fnmatch.fnmatchcase(name, p)
+            for p in self.name
         )
 
     @property
@@ -152,7 +152,9 @@ def load_recipe(source: str) -> Recipe:
             text = "unknown key" if fault["type"] == "extra_forbidden" else fault["msg"].removeprefix("Value error, ")
             faults.append(f"  {place}: {text}")
         raise QuantkitError(
-            "the recipe is not valid:\n" + "\n".join(faults), file=where, hint="`quantkit recipes NAME` prints a shipped one"
+            "the recipe is not valid:\n" + "\n".join(faults),
+            file=where,
+            hint="`quantkit recipes NAME` prints a shipped one",
         ) from e
 
 

@@ -105,7 +105,7 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
     `memory` bounds the buffers of all threads together, in bytes; `report` is called for every finished step.
     Raises QuantkitError for a fault in a weight, a full disk, or an output that is taken.
     """
-    out = Path(os.path.abspath(out))
+    out = out.absolute()
     already = _finished(plan, out)
     if already is not None:
         shutil.rmtree(work_folder(out), ignore_errors=True)
@@ -256,7 +256,11 @@ def _manifest(plan: Plan, measured: Mapping[str, Measured]) -> dict[str, Any]:
         "source": {"name": plan.source.folder.name, "bytes": plan.bytes_in, "tensors": len(plan.source.tensors)},
         "headers": {shard.name: hashlib.sha256(shard.header).hexdigest() for shard in plan.shards},
         "layers": {
-            t.name: {"fate": t.fate, "role": t.role, **({"scheme": t.scheme.name, "method": t.method} if t.scheme else {})}
+            t.name: {
+                "fate": t.fate,
+                "role": t.role,
+                **({"scheme": t.scheme.name, "method": t.method} if t.scheme else {}),
+            }
             for t in plan.tasks
             if t.fate != "keep"
         },

@@ -67,18 +67,30 @@ class Report:
             "passed": self.passed,
             "seconds": self.seconds,
             "checks": [
-                {"name": c.name, "value": c.value, "passed": c.passed, "failures": list(c.failures)} for c in self.checks
+                {"name": c.name, "value": c.value, "passed": c.passed, "failures": list(c.failures)}
+                for c in self.checks
             ],
             "layers": [
-                {"name": e.name, "scheme": e.scheme, "relative_error": e.error, "bound": e.bound, "sqnr_db": e.sqnr if math.isfinite(e.sqnr) else None,
-                 "passed": e.error <= e.bound * TOLERANCE}
+                {
+                    "name": e.name,
+                    "scheme": e.scheme,
+                    "relative_error": e.error,
+                    "bound": e.bound,
+                    "sqnr_db": e.sqnr if math.isfinite(e.sqnr) else None,
+                    "passed": e.error <= e.bound * TOLERANCE,
+                }
                 for e in self.layers
             ],
-        }  # fmt: skip
+        }
 
 
 def verify_checkpoint(
-    folder: Path, source: Checkpoint | None, *, jobs: int = 1, advance: Callable[[int], None] = lambda _: None, begun: float | None = None
+    folder: Path,
+    source: Checkpoint | None,
+    *,
+    jobs: int = 1,
+    advance: Callable[[int], None] = lambda _: None,
+    begun: float | None = None,
 ) -> Report:
     """Check a folder; faults of the checkpoint become failed checks, never exceptions."""
     begun = time.monotonic() if begun is None else begun
@@ -106,10 +118,8 @@ def verify_checkpoint(
 
 def _linear(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list[str]:
     """Names of the 2-D weights of linear layers: embeddings and norms left out."""
-    return [
-        n for n, w in weights.items()
-        if n.endswith(".weight") and len(w.shape) == 2 and placed[n].role.removeprefix("mtp.") not in ("embedding", "norm")
-    ]  # fmt: skip
+    matrices = [n for n, w in weights.items() if n.endswith(".weight") and len(w.shape) == 2]
+    return [n for n in matrices if placed[n].role.removeprefix("mtp.") not in ("embedding", "norm")]
 
 
 def _against_source(
@@ -121,7 +131,13 @@ def _against_source(
     pairs, missing, strange = pairs_of(weights_of(source), weights, dropped)
     lost = tuple(f"{n}: is in the source, nothing of it in the checkpoint" for n in missing)
     added = tuple(f"{n}: is not in the source" for n in strange)
-    checks = [Check("every tensor of the source is accounted for", f"{len(pairs)} weights, {len(dropped)} dropped by a rule", lost + added)]
+    checks = [
+        Check(
+            "every tensor of the source is accounted for",
+            f"{len(pairs)} weights, {len(dropped)} dropped by a rule",
+            lost + added,
+        )
+    ]
 
     def work(pair: Pair) -> Compared:
         result = compare(pair, reader)
@@ -164,7 +180,11 @@ def _verdicts(results: Sequence[Compared]) -> list[Check]:
             Check(
                 "no layer is worse than plain rounding in its scheme",
                 f"relative error {min(e.error for e in over):.4f} to {max(e.error for e in over):.4f}",
-                tuple(f"{e.name}: relative error {e.error:.5f}, bound {e.bound:.5f}" for e in over if not e.error <= e.bound * TOLERANCE),
+                tuple(
+                    f"{e.name}: relative error {e.error:.5f}, bound {e.bound:.5f}"
+                    for e in over
+                    if not e.error <= e.bound * TOLERANCE
+                ),
             )
         )
     return checks

@@ -1,8 +1,8 @@
 """One step of a plan: from source bytes to output bytes.
 
 A matrix is worked through in blocks of rows (what is read and written at once, bounded by the memory budget) and each
-block in chunks (what is decoded and quantised at once, small enough for the processor's cache). Neither size changes the
-output: a row's codes depend on that row, on the scales of its block, and on the largest weight of its step.
+block in chunks (what is decoded and quantised at once, small enough for the processor's cache). Neither size changes
+the output: a row's codes depend on that row, on the scales of its block, and on the largest weight of its step.
 
 Letters: R rows of a chunk, I inputs.
 """
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo, write_all
 from quantkit.export.sources.rows import RowSource, row_source
@@ -100,7 +99,14 @@ def _not_finite(task: Task, row: int) -> QuantkitError:
 
 
 def _rows(task: Task, matrix: Matrix, target: Target) -> RowSource:
-    return row_source(matrix.weight, matrix.rows, matrix.inputs, matrix.first_row, matrix.expert if matrix.transposed else None, target.reader)
+    return row_source(
+        matrix.weight,
+        matrix.rows,
+        matrix.inputs,
+        matrix.first_row,
+        matrix.expert if matrix.transposed else None,
+        target.reader,
+    )
 
 
 def _amax(task: Task, target: Target) -> float:
@@ -245,7 +251,9 @@ def copy_tensor(source: TensorInfo, out: Out, target: Target) -> None:
     fd_in, fd_out = target.reader.descriptor(source), target.fds[out.shard]
     while done < source.nbytes:
         try:
-            n = os.copy_file_range(fd_in, fd_out, min(source.nbytes - done, 1 << 30), source.start + done, out.start + done)
+            n = os.copy_file_range(
+                fd_in, fd_out, min(source.nbytes - done, 1 << 30), source.start + done, out.start + done
+            )
         except OSError as e:
             if e.errno in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EIO):
                 break

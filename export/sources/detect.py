@@ -151,7 +151,7 @@ def _packed_ct(t: TensorInfo, found: _Tensors) -> Weight:
             )
         inputs = t.shape[1] * 8
         groups = scale.shape[1] if len(scale.shape) == 2 else 0
-        if scale.shape[:1] != (rows,) or not groups or inputs % groups and groups != 1:
+        if scale.shape[:1] != (rows,) or not groups or (inputs % groups and groups != 1):
             raise _shape_error(scale, f"[{rows}, groups]")
         group = inputs // groups
         asym = "a" if zero else ""
@@ -161,7 +161,11 @@ def _packed_ct(t: TensorInfo, found: _Tensors) -> Weight:
         return Weight(f"{module}.weight", (rows, inputs), "int4-ct", parts, found.extras(module), own)
     if t.dtype != "U8":
         raise QuantkitError(
-            "packed weight of an unknown kind", file=t.file, tensor=t.name, value=t.dtype, allowed="I32 (INT4), U8 (FP4)"
+            "packed weight of an unknown kind",
+            file=t.file,
+            tensor=t.name,
+            value=t.dtype,
+            allowed="I32 (INT4), U8 (FP4)",
         )
     inputs = t.shape[1] * 2
     scale = found.claim(scale_name, of=t, dtypes=("F8_E4M3", "U8", "F8_E8M0"), why="the scale of a packed weight")
@@ -224,6 +228,16 @@ def _gptoss(t: TensorInfo, found: _Tensors) -> Weight:
     return Weight(name, shape, "mxfp4", {"codes": t, "scale": scale}, (), SCHEMES["mxfp4"])
 
 
+def _unknown_float(t: TensorInfo) -> QuantkitError:
+    return QuantkitError(
+        "an 8-bit float tensor of unknown meaning",
+        file=t.file,
+        tensor=t.name,
+        value=f"{t.dtype} {list(t.shape)}",
+        allowed="F8_E4M3 `.weight` with a scale",
+    )
+
+
 def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
     """Every logical tensor of a checkpoint by name, in natural file order; all faults are reported at once."""
     quant = checkpoint.config.get("quantization_config") or {}
@@ -245,10 +259,8 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
             elif t.name.endswith("_blocks") and t.dtype == "U8":
                 w = _gptoss(t, found)
             elif t.dtype in NARROW_FLOATS and not t.name.endswith((".weight_scale", "_scale_inv")):
-                raise QuantkitError(
-                    "an 8-bit float tensor of unknown meaning", file=t.file, tensor=t.name, value=f"{t.dtype} {list(t.shape)}",
-                    allowed="F8_E4M3 `.weight` with a scale",
-                )  # fmt: skip
+                errors.append(_unknown_float(t))
+                continue
             else:
                 continue
         except QuantkitError as e:

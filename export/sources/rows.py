@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import ITEMSIZE, TensorInfo
 from quantkit.export.sources.detect import Weight
@@ -106,7 +105,7 @@ class TransposedRows:
         self._shape = (inputs, rows)
         self._w_IO: F32 | None = None
 
-    def load(self, first: int, rows: int) -> None:  # noqa: ARG002
+    def load(self, first: int, rows: int) -> None:
         if self._w_IO is None:
             inputs, outputs = self._shape
             self._w_IO = np.empty((inputs, outputs), np.float32)
@@ -231,8 +230,9 @@ class KMajorRows:
 
 def kmajor_zeros(encoding: str, words: NDArray[np.int32], outputs: int) -> NDArray[np.uint8]:
     """Zero points [G, O] of a GPTQ (v1 stores one less) or AWQ weight."""
-    zeros = layouts.awq_zeros(words) if encoding == "awq" else layouts.gptq_zeros(words, encoding == "gptq-v1")
-    return np.ascontiguousarray(zeros[:, :outputs])
+    if encoding == "awq":
+        return np.ascontiguousarray(layouts.awq_unpack_zeros(words)[:, :outputs])
+    return layouts.gptq_unpack_zeros(words, outputs, v2=encoding == "gptq-v2")
 
 
 def row_source(

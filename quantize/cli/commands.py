@@ -54,7 +54,14 @@ def _plan(source: str, recipe: str, format_name: str | None, group: str | None, 
 
 
 def plan_command(
-    source: str, recipe: str, format_name: str | None, group: str | None, tp: Sequence[int], jobs: int, memory: str, as_json: bool
+    source: str,
+    recipe: str,
+    format_name: str | None,
+    group: str | None,
+    tp: Sequence[int],
+    jobs: int,
+    memory: str,
+    as_json: bool,
 ) -> None:
     """`quantkit plan`."""
     from quantkit.quantize.capacity import plan_facts

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from quantkit.kernels.errors import QuantkitError
 
 app = typer.Typer(
@@ -26,15 +25,20 @@ app = typer.Typer(
 )
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or a Hub id such as org/name.")]
-RecipeName = Annotated[str, typer.Option("-r", "--recipe", help="A shipped recipe (see `quantkit recipes`) or a .yaml file.")]
+RecipeName = Annotated[
+    str, typer.Option("-r", "--recipe", help="A shipped recipe (see `quantkit recipes`) or a .yaml file.")
+]
 OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write; it must not hold anything yet.")]
 FormatName = Annotated[
     str | None, typer.Option("--format", help="compressed-tensors, modelopt, fp8 or mxfp4; the recipe's by default.")
 ]
 GroupSize = Annotated[
-    str | None, typer.Option("--group", help="INT4 group of all INT4 rules: 32, 64, 128, channel, or auto (largest that divides).")
+    str | None,
+    typer.Option("--group", help="INT4 group of all INT4 rules: 32, 64, 128, channel, or auto (largest that divides)."),
 ]
-TpSizes = Annotated[list[int] | None, typer.Option("--tp", help="Tensor-parallel size that has to load; may be repeated.")]
+TpSizes = Annotated[
+    list[int] | None, typer.Option("--tp", help="Tensor-parallel size that has to load; may be repeated.")
+]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Threads; all cores by default.", show_default=False)]
 Memory = Annotated[str, typer.Option("--memory", help="Buffers of all threads together, such as 512MB or 4GB.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
@@ -98,11 +102,13 @@ def quantize(
 @app.command()
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder to check.")],
-    source: Annotated[str | None, typer.Option("--source", help="The checkpoint it was made from: compare every weight.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", help="The checkpoint it was made from: compare every weight.")
+    ] = None,
     jobs: Jobs = CORES,
     json: AsJson = False,
 ) -> None:
-    """Check a checkpoint: every tensor once, sound scales, fused sets; with --source every code and error. Exit 1 on a failure."""
+    """Check a checkpoint: every tensor once, sound scales; with --source every code and error. Exit 1 on a failure."""
     from quantkit.quantize.cli.commands import verify_command
 
     verify_command(checkpoint, source, jobs, json)

@@ -45,9 +45,19 @@ def plan(plan: Plan, facts: dict[str, Any]) -> None:
     table = _table("role", "fate", "scheme", "layers", "in MB", "out MB", "bits/weight", right=3)
     for row in facts["fates"]:
         bits = 8 * row["bytes_out"] / row["parameters"] if row["parameters"] else 0
-        scheme = row["scheme"] + (f" {row['method']}" if row["method"] else "") + (f" ({row['reason']})" if row["reason"] else "")
+        scheme = (
+            row["scheme"]
+            + (f" {row['method']}" if row["method"] else "")
+            + (f" ({row['reason']})" if row["reason"] else "")
+        )
         table.add_row(
-            row["role"], row["fate"], scheme, f"{row['layers']:,}", f"{row['bytes_in'] / 1e6:,.2f}", f"{row['bytes_out'] / 1e6:,.2f}", f"{bits:.2f}"
+            row["role"],
+            row["fate"],
+            scheme,
+            f"{row['layers']:,}",
+            f"{row['bytes_in'] / 1e6:,.2f}",
+            f"{row['bytes_out'] / 1e6:,.2f}",
+            f"{bits:.2f}",
         )
     console.print(table)
     console.print(f"in      {size(facts['bytes_in'])}, {facts['tensors_in']:,} tensors")
@@ -118,10 +128,15 @@ def inspection(facts: dict[str, Any]) -> None:
     table.columns[-1].justify = "left"
     for row in facts["stored"]:
         table.add_row(
-            row["role"], row["stored"], f"{row['tensors']:,}", f"{row['parameters']:,}", f"{row['bytes'] / 1e6:,.2f}", row["example"]
+            row["role"],
+            row["stored"],
+            f"{row['tensors']:,}",
+            f"{row['parameters']:,}",
+            f"{row['bytes'] / 1e6:,.2f}",
+            row["example"],
         )
     console.print(table)
     console.print(
-        f"{size(facts['bytes'])}, {facts['tensors']:,} tensors in {facts['files']} files, {facts['parameters']:,} parameters, "
-        f"{facts['bits_per_weight']:.2f} bits per weight"
+        f"{size(facts['bytes'])}, {facts['tensors']:,} tensors in {facts['files']} files, "
+        f"{facts['parameters']:,} parameters, {facts['bits_per_weight']:.2f} bits per weight"
     )
