@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import fp8, mxfp4, nvfp4
+from quantkit.kernels.cpu import fp8, int4, mxfp4, nvfp4
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 
@@ -47,8 +47,8 @@ class RowParts:
     codes: U8
     scale: NDArray[Any]
     zero: NDArray[np.int8] | None
-    sq_err_R: F64
-    sq_norm_R: F64
+    sq_err_R: F64  # noqa: N815
+    sq_norm_R: F64  # noqa: N815
 
 
 def family(scheme: QuantScheme) -> str:
@@ -115,8 +115,6 @@ def quantize_rows(w_RI: F32, scheme: QuantScheme, method: str, shared: float | N
     stats = (out.sq_err_R, out.sq_norm_R)
     searched = method == "search"
     if kind == "int4":
-        from quantkit.kernels.cpu import int4
-
         group = _group(scheme, w_RI)
         if out.zero is None:
             return int(int4.quantize_int4(w_RI, group, searched, half, out.codes, out.scale, *stats))
@@ -147,8 +145,6 @@ def requantize_rows(
     """
     kind = family(scheme)
     if kind == "int4":
-        from quantkit.kernels.cpu import int4
-
         group = _group(scheme, w_RI)
         if zero is None:
             int4.requantize_int4(w_RI, group, half, scale, codes_out)
