@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,6 +37,12 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors, headers not counted: the `total_size` of an index."""
         return sum(t.nbytes for t in self.tensors.values())
+
+
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the quantisation, at the top or inside `text_config`; empty for a plain checkpoint."""
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 def read_json(path: Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, read_json
+from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
 from quantkit.kernels.elements import E4M3_VALUES, E8M0_VALUES
@@ -139,7 +139,7 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
     ours    the lists were written by quantkit, which names every layer that is not quantised; published lists may
             rely on what engines do anyway
     """
-    config = checkpoint.config.get("quantization_config") or {}
+    config = quantization_config(checkpoint.config)
     quantized = [n for n in linear if weights[n].encoding != "plain"]
     plain = [n for n in linear if weights[n].encoding == "plain"]
     failures = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint
+from quantkit.export.checkpoint import Checkpoint, quantization_config
 from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.quantize.plan import Plan, Step
 from quantkit.quantize.roles import roles_of
@@ -86,7 +86,7 @@ def checkpoint_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         row["tensors"] += len(weight.parts) + len(weight.extra)
         row["parameters"] += math.prod(weight.shape)
         row["bytes"] += weight.nbytes
-    quant = checkpoint.config.get("quantization_config") or {}
+    quant = quantization_config(checkpoint.config)
     parameters = _parameters(weights.values())
     return {
         "folder": str(checkpoint.folder),

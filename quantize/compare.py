@@ -110,6 +110,8 @@ def compare(pair: Pair, reader: Reader) -> Compared:
         return _bytes(out.name, [(src.parts["codes"], out.parts["codes"])], reader)
     if out.encoding == "plain":
         return _decoded(pair, reader)
+    if src.encoding.startswith("gptq") and out.scheme == src.scheme:
+        return _values(pair, reader)
     if out.scheme is None or out.scheme == src.scheme:
         same = [(src.parts[k], t) for k, t in out.parts.items() if k in src.parts and k != "shape"]
         return _bytes(out.name, same, reader)
@@ -147,6 +149,23 @@ def _decoded(pair: Pair, reader: Reader) -> Compared:
             f32_to_bf16(w_RI[:n], expected[:n])
             reader.read_into(pair.output.parts["codes"], (first + at) * inputs * 2, stored[:n])
             differing += int(np.count_nonzero(expected[:n] != stored[:n]))
+    return Compared(pair.output.name, "", rows * inputs, differing)
+
+
+def _values(pair: Pair, reader: Reader) -> Compared:
+    """Codes that were laid out anew: every decoded value is the same."""
+    rows, inputs = pair.output.shape
+    source = row_source(pair.source, rows, inputs, 0, None, reader)
+    stored = row_source(pair.output, rows, inputs, 0, None, reader)
+    w_RI, hat_RI = (np.empty((chunk_rows(inputs, 1), inputs), np.float32) for _ in range(2))
+    differing = 0
+    for first, n_rows in blocks_of(rows, inputs, MEMORY):
+        source.load(first, n_rows)
+        stored.load(first, n_rows)
+        for at, n in chunks_of(n_rows, inputs, 1):
+            source.decode(first + at, n, w_RI[:n])
+            stored.decode(first + at, n, hat_RI[:n])
+            differing += int(np.count_nonzero(w_RI[:n] != hat_RI[:n]))
     return Compared(pair.output.name, "", rows * inputs, differing)
 
 

@@ -121,7 +121,7 @@ class Fates:
                 or (scheme.element == "float" and weight.encoding == "plain")
             ):
                 tasks.append(Task(name, "keep", placed.role, weight))
-            elif weight.scheme == scheme:
+            elif self.same(weight, scheme):
                 tasks.append(Task(name, "pass", placed.role, weight, scheme=scheme))
             elif scheme.element == "float":
                 tasks += self.decoded(weight, placed.role, scheme)
@@ -131,6 +131,12 @@ class Fates:
                     task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
                     tasks.append(task)
         return tasks
+
+    def same(self, weight: Weight, scheme: QuantScheme) -> bool:
+        """True when the source holds just the numbers that the scheme asks for, scales in a dtype that engines take."""
+        if weight.encoding.startswith("gptq") and (weight.parts["scale"].dtype == "F16") != self.half:
+            return False
+        return weight.scheme == scheme
 
     def decoded(self, weight: Weight, role: str, scheme: QuantScheme) -> list[Task]:
         """Tasks that decode a weight; gpt-oss experts one by one, since BF16 stores them transposed."""

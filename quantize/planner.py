@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint
+from quantkit.export.checkpoint import Checkpoint, quantization_config
 from quantkit.export.formats import Layer, Part
 from quantkit.export.sources.detect import Weight
 from quantkit.export.targets import with_fused_names
@@ -33,9 +33,7 @@ def is_published(fates: Fates, tasks: Sequence[Task]) -> bool:
     asked = {t.fate for t in tasks}
     if asked & {"quantize", "decode"}:
         return False
-    method = (fates.source.config.get("quantization_config") or {}).get("quant_method")
-    text = fates.source.config.get("text_config") or {}
-    method = method or (text.get("quantization_config") or {}).get("quant_method")
+    method = quantization_config(fates.source.config).get("quant_method")
     return "pass" not in asked or method == fates.format_name
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo, write_all
-from quantkit.export.sources.rows import RowSource, row_source
+from quantkit.export.sources.rows import KMajorRows, RowSource, row_source
 from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.nvfp4 import amax_f32, nvfp4_global_divisor
 from quantkit.kernels.cpu.rows import RowParts, global_scale, quantize_rows, row_parts
@@ -228,6 +228,9 @@ def _decode_transposed(task: Task, matrix: Matrix, target: Target) -> None:
 
 def _copy(task: Task, target: Target) -> None:
     """Bytes as published, under the names of the plan; NVFP4's global scale changes between divisor and multiplier."""
+    if task.fate == "pass" and task.weight.encoding.startswith("gptq"):
+        _repack_gptq(task, target)
+        return
     named = dict(task.weight.parts) | {f"extra{i}": t for i, t in enumerate(task.weight.extra)}
     for out in task.outs:
         source = named.get(out.kind)
@@ -243,6 +246,30 @@ def _copy(task: Task, target: Target) -> None:
             target.write(out, (np.float32(1) / value).astype(np.float32))
         else:
             raise QuantkitError("internal: no source for a tensor of the plan", tensor=out.name, value=out.kind)
+
+
+def _repack_gptq(task: Task, target: Target) -> None:
+    """Symmetric GPTQ codes and scales in the layout of compressed-tensors: the same numbers, transposed."""
+    outs = {out.kind: out for out in task.outs}
+    outputs, inputs = task.weight.shape
+    source = KMajorRows(task.weight, inputs, 0, target.reader)
+    if not source.plain_int4():
+        raise QuantkitError(
+            "the configuration says symmetric and in order, the zero points or g_idx do not",
+            file=task.weight.parts["zero"].file,
+            tensor=task.weight.name,
+            hint="give the layers `scheme: bf16`, or another group, to go by the tensors",
+        )
+    width = outs["codes"].nbytes // outputs
+    for first, rows in blocks_of(outputs, inputs, target.memory):
+        source.load(first, rows)
+        codes_RB = np.empty((rows, width), np.uint8)
+        source.int4_codes(codes_RB)
+        target.write(outs["codes"], codes_RB, first * width)
+    scale = task.weight.parts["scale"]
+    scale_GO = target.reader.read(scale).view(np.uint16).reshape(scale.shape)
+    target.write(outs["scale"], np.ascontiguousarray(scale_GO.T))
+    target.write(outs["shape"], np.array(task.weight.shape, NUMPY[outs["shape"].dtype]))
 
 
 def copy_tensor(source: TensorInfo, out: Out, target: Target) -> None:

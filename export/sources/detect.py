@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint
+from quantkit.export.checkpoint import Checkpoint, quantization_config
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.kernels.errors import QuantkitError, join_errors
 from quantkit.kernels.scheme import BLOCK, SCHEMES, QuantScheme
@@ -199,8 +200,10 @@ def _u8_weight(t: TensorInfo, found: _Tensors) -> Weight:
     return Weight(t.name, (rows, inputs), "mxfp4", {"codes": t, "scale": scale}, found.extras(module), SCHEMES["mxfp4"])
 
 
-def _kmajor(t: TensorInfo, found: _Tensors, bits: int, v2: bool) -> Weight:
+def _kmajor(t: TensorInfo, found: _Tensors, quant: Mapping[str, Any]) -> Weight:
     """GPTQ `qweight` [I/8, O] or AWQ `qweight` [I, O/8], told apart by their shapes against `scales` [G, O]."""
+    v2 = quant.get("checkpoint_format", quant.get("format")) == "gptq_v2"
+    bits = int(quant.get("bits") or quant.get("w_bit") or 4)
     module = t.name.removesuffix(".qweight")
     scale = found.claim(f"{module}.scales", of=t, dtypes=FLOATS, why="the scales of a GPTQ or AWQ weight")
     zero = found.claim(f"{module}.qzeros", of=t, dtypes=("I32",), why="the zero points of a GPTQ or AWQ weight")
@@ -212,7 +215,11 @@ def _kmajor(t: TensorInfo, found: _Tensors, bits: int, v2: bool) -> Weight:
     if t.shape[1] == outputs:
         parts |= {"g_idx": g_idx} if g_idx else {}
         encoding = "gptq-v2" if v2 else "gptq-v1"
-        return Weight(f"{module}.weight", (outputs, t.shape[0] * 8), encoding, parts)
+        inputs = t.shape[0] * 8
+        # symmetric and in the order of the inputs: the same numbers as INT4 of compressed-tensors, laid out otherwise
+        same = quant.get("sym") is True and not quant.get("desc_act") and scale.dtype != "F32"
+        own = SCHEMES.get(f"int4-g{inputs // scale.shape[0]}") if same else None
+        return Weight(f"{module}.weight", (outputs, inputs), encoding, parts, (), own)
     if t.shape[1] * 8 != outputs:
         raise _shape_error(scale, f"[groups, {t.shape[1]}] (GPTQ) or [groups, {t.shape[1] * 8}] (AWQ)")
     return Weight(f"{module}.weight", (outputs, t.shape[0]), "awq", parts)
@@ -240,9 +247,7 @@ def _unknown_float(t: TensorInfo) -> QuantkitError:
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
     """Every logical tensor of a checkpoint by name, in natural file order; all faults are reported at once."""
-    quant = checkpoint.config.get("quantization_config") or {}
-    v2 = quant.get("checkpoint_format", quant.get("format")) == "gptq_v2"
-    bits = int(quant.get("bits", quant.get("w_bit", 4)) or 4) if quant.get("quant_method") in ("gptq", "awq") else 4
+    quant = quantization_config(checkpoint.config)
     found = _Tensors(checkpoint.tensors)
     weights: dict[str, Weight] = {}
     errors: list[QuantkitError] = []
@@ -255,7 +260,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
             elif t.name.endswith(".weight") and t.dtype == "U8" and len(t.shape) == 2:
                 w = _u8_weight(t, found)
             elif t.name.endswith(".qweight") and t.dtype == "I32" and len(t.shape) == 2:
-                w = _kmajor(t, found, bits, v2)
+                w = _kmajor(t, found, quant)
             elif t.name.endswith("_blocks") and t.dtype == "U8":
                 w = _gptoss(t, found)
             elif t.dtype in NARROW_FLOATS and not t.name.endswith((".weight_scale", "_scale_inv")):

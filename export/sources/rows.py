@@ -228,6 +228,17 @@ class KMajorRows:
             decode.gptq_to_f32(self._words[:, at : at + rows], scale, zero, self._g_idx, out_RI)
 
 
+    def plain_int4(self) -> bool:
+        """True when every zero point is 8 and the groups follow the order of the inputs."""
+        group = self._inputs // self._scale_GO.shape[0]
+        return bool((self._zero_GO == 8).all() and (self._g_idx == np.arange(self._inputs) // group).all())
+
+    def int4_codes(self, codes_RB: NDArray[np.uint8]) -> None:
+        """The loaded block of a GPTQ weight as rows of compressed-tensors INT4."""
+        assert self._words is not None
+        decode.gptq_to_int4(self._words, codes_RB)
+
+
 def kmajor_zeros(encoding: str, words: NDArray[np.int32], outputs: int) -> NDArray[np.uint8]:
     """Zero points [G, O] of a GPTQ (v1 stores one less) or AWQ weight."""
     if encoding == "awq":

@@ -16,7 +16,9 @@ A = {"a.weight": np.arange(8, dtype=np.float32).reshape(2, 4)}
 B = {"b.weight": np.ones((2, 2), np.float32)}
 
 
-def folder_of(path: Path, *, weight_map: dict[str, str] | None = None, config: str = "{}", **files: dict[str, np.ndarray]) -> Path:
+def folder_of(
+    path: Path, *, weight_map: dict[str, str] | None = None, config: str = "{}", **files: dict[str, np.ndarray]
+) -> Path:
     path.mkdir(exist_ok=True)
     for name, tensors in files.items():
         save_file(tensors, path / f"{name}.safetensors")
@@ -140,7 +142,9 @@ ENCODINGS: list[tuple[str, dict[str, tuple[str, tuple[int, ...]]], str, str | No
 
 
 @pytest.mark.parametrize(("name", "tensors", "encoding", "scheme"), ENCODINGS, ids=[e[0] for e in ENCODINGS])
-def test_what_a_weight_is(name: str, tensors: dict[str, tuple[str, tuple[int, ...]]], encoding: str, scheme: str | None, tmp_path: Path) -> None:
+def test_what_a_weight_is(
+    name: str, tensors: dict[str, tuple[str, tuple[int, ...]]], encoding: str, scheme: str | None, tmp_path: Path
+) -> None:
     (weight,) = weights_of(open_checkpoint(quantized(tmp_path, tensors))).values()
     assert weight.name == "l.weight"
     assert weight.encoding == encoding
@@ -170,6 +174,8 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("tensors", "message"), BROKEN)
-def test_missing_and_misfitting_companions(tensors: dict[str, tuple[str, tuple[int, ...]]], message: str, tmp_path: Path) -> None:
+def test_missing_and_misfitting_companions(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(QuantkitError, match=message):
         weights_of(open_checkpoint(quantized(tmp_path, tensors)))

@@ -31,7 +31,11 @@ HOSTILE: dict[str, tuple[Any, int, str]] = {
     "not json": (b'{"a":', 0, "not valid JSON"),
     "not utf-8": (b'{"\xff": 1}', 0, "not valid JSON"),
     "deep nesting": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "header"),
-    "same name twice": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0, "appears twice"),
+    "same name twice": (
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        0,
+        "appears twice",
+    ),
     "unknown dtype": ({"a": entry(dtype="F7")}, 8, "unknown dtype"),
     "dtype not text": ({"a": entry(dtype=["F32"])}, 8, "unknown dtype"),
     "entry is a list": ({"a": [1]}, 8, "malformed header entry"),
@@ -89,7 +93,9 @@ entries = st.dictionaries(
 
 
 @given(entries)
-def test_layout_is_read_back_by_the_reference(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]) -> None:
+def test_layout_is_read_back_by_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
+) -> None:
     listed = [(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
     header, slots, size = layout(listed)
     path = tmp_path_factory.mktemp("layout") / "m.safetensors"
@@ -117,5 +123,3 @@ def test_layout_keeps_the_order_of_entries_and_leaves_no_gap() -> None:
     assert len(header) % 8 == 0
     by_start = sorted(slots, key=lambda s: (s.start, s.nbytes))
     assert [s.name for s in by_start if s.nbytes] == ["wide", "mid", "small"]
-
-

@@ -55,7 +55,9 @@ def test_glm_in_int4_is_the_size_of_the_published_deployment(glm: Path) -> None:
     config = plan.files["config.json"]["quantization_config"]
     assert config["format"] == "pack-quantized"
     assert "model.layers.6.self_attn.indexer.weights_proj" in config["ignore"], "the name in the tensors"
-    assert not any("indexers_proj" in name for name in config["ignore"]), "the source's list names a tensor that is not there"
+    assert not any("indexers_proj" in name for name in config["ignore"]), (
+        "the source's list names a tensor that is not there"
+    )
 
 
 GRID = [
@@ -116,7 +118,9 @@ def test_tied_head_is_not_written_and_not_quantised(tmp_path: Path) -> None:
 def test_group_that_does_not_divide_says_which_would(tmp_path: Path) -> None:
     from families import tiny
 
-    folder = tiny(tmp_path / "t", "llama", hidden_size=192, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+    folder = tiny(
+        tmp_path / "t", "llama", hidden_size=192, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512
+    )
     with pytest.raises(QuantkitError) as e:
         plan_of(folder, "int4")
     text = str(e.value)
@@ -144,7 +148,9 @@ def test_rule_that_matches_nothing(tmp_path: Path) -> None:
 
 
 def test_shadowed_rule_matches_nothing(tmp_path: Path) -> None:
-    rules = "weights:\n  - {match: {role: attention}, scheme: nvfp4}\n  - {match: {role: attention.q}, keep: true}\n" + REST
+    rules = (
+        "weights:\n  - {match: {role: attention}, scheme: nvfp4}\n  - {match: {role: attention.q}, keep: true}\n" + REST
+    )
     with pytest.raises(QuantkitError, match="matches nothing"):
         plan_of(FAMILIES["llama"](tmp_path / "l"), recipe_of(tmp_path, rules))
 
@@ -164,7 +170,9 @@ def test_static_fp8_of_modelopt_needs_a_number(tmp_path: Path) -> None:
 
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
-    rules = "weights:\n  - {match: {role: routed_experts}, keep: true}\n  - {match: {name: nothing}, keep: true}\n" + REST
+    rules = (
+        "weights:\n  - {match: {role: routed_experts}, keep: true}\n  - {match: {name: nothing}, keep: true}\n" + REST
+    )
     with pytest.raises(QuantkitError, match="2 errors"):
         plan_of(FAMILIES["llama"](tmp_path / "l"), recipe_of(tmp_path, rules))
 

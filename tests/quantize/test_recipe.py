@@ -14,7 +14,16 @@ REST = '  - {match: {role: "*"}, keep: true}\n'
 
 def test_every_shipped_recipe_loads_and_says_what_it_does() -> None:
     names = dict(shipped())
-    assert {"int4", "int4-experts", "nvfp4", "nvfp4-experts", "mxfp4-experts", "fp8-block", "fp8-channel", "keep"} <= set(names)
+    assert {
+        "int4",
+        "int4-experts",
+        "nvfp4",
+        "nvfp4-experts",
+        "mxfp4-experts",
+        "fp8-block",
+        "fp8-channel",
+        "keep",
+    } <= set(names)
     assert {"models/glm-5.2-int4", "models/kimi-k2.6"} <= set(names)
     for name, line in names.items():
         assert line.endswith("."), name

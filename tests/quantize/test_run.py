@@ -222,7 +222,9 @@ def test_full_disk_is_said_and_the_run_goes_on_later(glm: Path, tmp_path: Path) 
     assert digest(out) == digest(tmp_path / "whole")
 
 
-def test_too_small_a_disk_is_refused_before_the_work(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_a_disk_is_refused_before_the_work(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")(10**6, 10**6 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(QuantkitError, match="the disk cannot hold"):
