@@ -80,13 +80,14 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
     tasks = fates.tasks()
     published = is_published(fates, tasks)
     if not published:
-        tasks = [_for_format(fates, t) for t in tasks]
+        tasks = [_without_tied_head(_for_format(fates, t), source.config) for t in tasks]
     else:
         tasks = [replace(t, fate="keep") if t.fate == "pass" else t for t in tasks]
     parts = {id(t): _kept(t.weight) if t.fate == "keep" else fates.parts(t) for t in tasks}
     wanted = tuple(tp) or recipe.output.tp
     table, faults = tensor_parallel(tasks, fates.placed, source.config, wanted)
-    errors = fates.errors + check_shapes(tasks, table, recipe.name) + check_fused(tasks, fates.placed) + faults
+    errors = fates.errors + check_shapes(tasks, table, recipe.name) + check_fused(tasks, fates.placed)
+    errors += [] if errors else faults  # a group that does not divide loads nowhere: said once is enough
     if errors:
         raise join_errors("the plan cannot be carried out", errors)
     steps, shards = lay_out(grouped(tasks, fates.placed), parts, recipe.output.shard_size)
@@ -102,6 +103,15 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
         source, recipe, "as published" if published else fates.format_name, fates.family, fates.placed,
         tuple(steps), tuple(shards), tuple(layers), tuple(ignore), files, fates.half, table,
     )  # fmt: skip
+
+
+def _without_tied_head(task: Task, config: Mapping[str, Any]) -> Task:
+    """A head that the configuration ties to the embedding is not written a second time."""
+    text = config.get("text_config") or {}
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if task.role == "lm_head" and task.fate == "keep" and tied:
+        return replace(task, fate="drop", reason="tied to the embedding")
+    return task
 
 
 def _for_format(fates: Fates, task: Task) -> Task:

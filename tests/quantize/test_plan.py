@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
+from families import FAMILIES, read_config, tiny, write_config
 from headers import GIANTS, miniature, write
 from quantkit.export.checkpoint import open_checkpoint
 from quantkit.kernels.errors import QuantkitError
@@ -116,8 +116,6 @@ def test_tied_head_is_not_written_and_not_quantised(tmp_path: Path) -> None:
 
 
 def test_group_that_does_not_divide_says_which_would(tmp_path: Path) -> None:
-    from families import tiny
-
     folder = tiny(
         tmp_path / "t", "llama", hidden_size=192, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512
     )
@@ -184,3 +182,12 @@ def test_identity_names_what_changed(tmp_path: Path) -> None:
     other = plan_of(folder, "fp8-channel").identity()
     assert {k for k in other if other[k] != a.identity()[k]} >= {"recipe", "configuration", "layout of the shards"}
     assert other["source tensors"] == a.identity()["source tensors"]
+
+
+def test_tied_head_that_is_stored_is_not_written_twice(tmp_path: Path) -> None:
+    folder = FAMILIES["llama"](tmp_path / "l")
+    write_config(folder, read_config(folder) | {"tie_word_embeddings": True})
+    plan = plan_of(folder, "nvfp4")
+    assert "lm_head.weight" not in plan.index["weight_map"]
+    assert [t.reason for t in plan.tasks if t.fate == "drop"] == ["tied to the embedding"]
+    assert "lm_head.weight" in plan_of(folder, "keep").index["weight_map"], "keep keeps all"
