@@ -80,6 +80,7 @@ def export_command(
     memory: str, as_json: bool, *, verify: bool,
 ) -> None:  # fmt: skip
     """`quantkit export` and `quantkit quantize`."""
+    from quantkit.kernels.cpu import COMPILED
     from quantkit.quantize.capacity import plan_facts, step_bytes
     from quantkit.quantize.journal import check_target
     from quantkit.quantize.progress import progress
@@ -90,6 +91,8 @@ def export_command(
     if not is_finished(plan, out):
         check_target(out)
     show.plan_line(plan, plan_facts(plan, jobs, budget))
+    if not COMPILED.exists():
+        sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
     with progress("quantize", plan.bytes_in) as advance:
         summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
