@@ -22,6 +22,8 @@ def _cache_folder() -> Path:
     return root / "quantkit" / f"kernels-{digest.hexdigest()[:16]}"
 
 
-COMPILED = _cache_folder()
+_FOLDER = _cache_folder()
+# True on the first run after an installation: everything is compiled, which takes up to half a minute.
+FIRST_RUN = not _FOLDER.exists()
 if not os.environ.get("NUMBA_CACHE_DIR"):
-    config.CACHE_DIR = str(COMPILED)
+    config.CACHE_DIR = str(_FOLDER)  # type: ignore[attr-defined]

@@ -80,7 +80,7 @@ def export_command(
     memory: str, as_json: bool, *, verify: bool,
 ) -> None:  # fmt: skip
     """`quantkit export` and `quantkit quantize`."""
-    from quantkit.kernels.cpu import COMPILED
+    from quantkit.kernels.cpu import FIRST_RUN
     from quantkit.quantize.capacity import plan_facts, step_bytes
     from quantkit.quantize.journal import check_target
     from quantkit.quantize.progress import progress
@@ -91,7 +91,7 @@ def export_command(
     if not is_finished(plan, out):
         check_target(out)
     show.plan_line(plan, plan_facts(plan, jobs, budget))
-    if not COMPILED.exists():
+    if FIRST_RUN:
         sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
     with progress("quantize", plan.bytes_in) as advance:
         summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
