@@ -1,0 +1,85 @@
+"""The checkpoints that the integration tests write: every output format for every model family.
+
+One entry of FORMATS is a recipe, shipped or written here, and the options of the command. The tiny models are too small for
+groups of 128, and have sizes that every format divides: heads of 64, so that the key projection is a whole 128-row block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from families import FAMILIES
+
+LINEAR = "[attention, dense_mlp, shared_experts, routed_experts]"
+
+
+def recipe(*rules: str, format: str) -> str:
+    """A recipe of `rules`, the rest kept, in one output format."""
+    return "\n".join(["weights:", *rules, '  - {match: {role: "*"}, keep: true}', f"outputs: [{{format: {format}}}]", ""])
+
+
+def every(scheme: str, *, format: str = "compressed-tensors", more: str = "") -> str:
+    """A recipe that quantises every linear layer but kv_b to one scheme."""
+    return recipe(
+        f"  - {{match: {{role: {LINEAR}, except: [attention.kv_b]}}, scheme: {scheme}{more}}}", format=format
+    )
+
+
+def mixed(role: str) -> str:
+    """Attention in FP8, the layers of `role` in INT4, the rest kept."""
+    return recipe(
+        "  - {match: {role: attention, except: [attention.kv_b]}, scheme: fp8-channel}",
+        f"  - {{match: {{role: {role}}}, scheme: int4-g32}}",
+        format="compressed-tensors",
+    )
+
+
+# name: (recipe, shipped by that name or in full; options)
+FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "int4": ("int4", ("--group", "64")),
+    "nvfp4": ("nvfp4", ()),
+    "mxfp4": (every("mxfp4"), ()),
+    "fp8-channel": ("fp8-channel", ()),
+    "fp8-tensor": (every("fp8-tensor"), ()),
+    "fp8-block": ("fp8-block", ("--format", "compressed-tensors")),
+    "mixed": (mixed("dense_mlp"), ()),
+    "fp8": ("fp8-block", ()),
+    "modelopt-nvfp4": ("nvfp4", ("--format", "modelopt")),
+    "modelopt-fp8": (every("fp8-tensor", format="modelopt", more=", input_scale: 0.5"), ()),
+    "modelopt-fp8-channel": ("fp8-channel", ("--format", "modelopt")),
+    "modelopt-fp8-block": ("fp8-block", ("--format", "modelopt")),
+}
+EXPERT_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "int4-experts": ("int4-experts", ("--group", "32")),
+    "nvfp4-experts": ("nvfp4-experts", ()),
+    "mxfp4-experts": ("mxfp4-experts", ()),
+    "modelopt-nvfp4-experts": ("nvfp4-experts", ("--format", "modelopt")),
+    "mixed": (mixed("routed_experts"), ()),
+}
+DENSE = ("llama", "llama_tied", "qwen2", "qwen3", "gemma2", "phi3")
+MOE = (
+    "qwen2_moe", "qwen3_moe", "mixtral", "minimax_m2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa",
+)  # fmt: skip
+_LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")  # their head sizes divide as they are
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    name: FAMILIES[name] if name in _LATENT else partial(FAMILIES[name], head_dim=64) for name in (*DENSE, *MOE)
+}
+# keys of the published config.json that transformers does not write
+SOURCES["minimax_m2"] = partial(SOURCES["minimax_m2"], rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True)
+
+CASES = [(family, name) for family in DENSE for name in FORMATS] + [
+    (family, name) for family in MOE for name in {**FORMATS, **EXPERT_FORMATS}
+]
+
+
+def options(folder: Path, family: str, name: str) -> tuple[str, ...]:
+    """The options of `quantkit quantize` for one case; a recipe of this file is written into `folder`."""
+    chosen, more = EXPERT_FORMATS[name] if family in MOE and name in EXPERT_FORMATS else FORMATS[name]
+    if "\n" in chosen:
+        path = folder / f"{name}.yaml"
+        path.write_text(chosen)
+        chosen = str(path)
+    return ("-r", chosen, *more)
