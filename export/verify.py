@@ -98,7 +98,8 @@ def check_scales(weights: Mapping[str, Weight], reader: Reader) -> Check:
         shape = weight.parts.get("shape")
         if shape is not None and weight.encoding == "int4-ct":
             stored = reader.read(shape).view(np.int64 if shape.dtype == "I64" else np.int32)
-            if tuple(int(n) for n in stored) != weight.shape and -(-int(stored[1]) // 8) * 8 != weight.shape[1]:
+            rows, inputs = (int(n) for n in stored)
+            if (rows, -(-inputs // 8) * 8) != weight.shape:
                 failures.append(f"{shape.name}: holds {list(stored)}, the codes have {list(weight.shape)}")
     return Check("scales are finite and not zero", f"{seen} scale tensors", tuple(failures))
 

@@ -227,7 +227,6 @@ class KMajorRows:
         else:
             decode.gptq_to_f32(self._words[:, at : at + rows], scale, zero, self._g_idx, out_RI)
 
-
     def plain_int4(self) -> bool:
         """True when every zero point is 8 and the groups follow the order of the inputs."""
         group = self._inputs // self._scale_GO.shape[0]
