@@ -6,7 +6,7 @@ of a scale to given codes is in every book on scalar quantisation.
 
     plain          scale = max |w| / 7.5
     searched       the signed scale of least squared error, where that beats `plain`
-    plain_asym     scale = (max - min) / 15 with 0 inside, zero = round(-8 - min / scale)
+    plain_asym     scale = (max - min) / 15 with 0 inside, zero = round(-8 - min / scale), before the scale is rounded
     searched_asym  the best of `plain_asym` with both ends drawn in by 0, 5, ... 35 %
 
 Scales are rounded to `dtype` (bfloat16 or float16) before codes are chosen and kept normal and finite; a group of zeros
@@ -97,8 +97,10 @@ def _asym_parameters(w_OGN: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor,
     shrink = torch.tensor(1.0 - 0.05 * k, dtype=torch.float32)
     low_OG, high_OG = w_OGN.amin(2).clamp(max=0) * shrink, w_OGN.amax(2).clamp(min=0) * shrink
     any_OG = w_OGN.abs().amax(2) > 0
-    scale_OG = _stored(torch.where(any_OG, (high_OG - low_OG) / 15, 1.0), dtype)
-    return scale_OG, (-8 - low_OG / scale_OG.float()).round().clamp(-8, 7)
+    width_OG = (high_OG - low_OG) / 15
+    scale_OG = _stored(torch.where(any_OG, width_OG, 1.0), dtype)
+    exact_OG = torch.where((width_OG > 0) & (width_OG < torch.inf), width_OG, scale_OG.float())
+    return scale_OG, (-8 - low_OG / exact_OG).round().clamp(-8, 7)
 
 
 def _codes(w_OGN: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None) -> Tensor:

@@ -148,8 +148,10 @@ def quantize_int4(
                 return r
             unit, factor = _error_unit(group) / max(largest, SMALLEST), INTEGER / max(largest, SMALLEST)
             factor = -factor if high == largest else factor
-            norm = to_integers(x_I, start, size, factor, integer_I)
-            sq_norm_R[r] += norm / (np.float64(factor) * np.float64(factor))
+            norm = to_integers(x_I, start, size, unit, error_I)
+            sq_norm_R[r] += norm / (np.float64(unit) * np.float64(unit))
+            if search:
+                to_integers(x_I, start, size, factor, integer_I)
             stored = _stored_bits(largest / np.float32(7.5) if largest > 0 else np.float32(1), half)
             error_G[g] = _codes(x_I, start, size, _stored_value(stored, half), zero, unit, q_I, error_I)
             scale_RG[r, g] = stored
@@ -176,12 +178,12 @@ def quantize_int4_asym(
 ) -> int:  # fmt: skip
     """INT4 with a zero point -8..7 for each group: w_hat = (code - zero) * scale. Else as `quantize_int4`.
 
-    scale = (max - min) / 15 with 0 inside, zero = round-half-even(-8 - min / scale). `search`: the best of both ends
-    drawn in by 0, 5, ... 35 %.
+    scale = (max - min) / 15 with 0 inside, zero = round-half-even(-8 - min / scale) with the scale before it is rounded,
+    as in compressed-tensors. `search`: the best of both ends drawn in by 0, 5, ... 35 %.
     """
     (rows, inputs), size, bits_RI = w_RI.shape, np.uint64(group), w_RI.view(np.int32)
     q_I, trial_I = np.empty(inputs, np.uint8), np.empty(inputs, np.uint8)
-    integer_I, error_I = np.empty(inputs, np.float32), np.empty(inputs, np.float32)
+    error_I = np.empty(inputs, np.float32)
     for r in range(rows):
         x_I, bits_I = w_RI[r], bits_RI[r]
         sq_err_R[r], sq_norm_R[r] = 0.0, 0.0
@@ -190,16 +192,17 @@ def quantize_int4_asym(
             largest, low, high = _ends(bits_I, start, size)
             if not np.isfinite(largest):
                 return r
-            unit, factor = _error_unit(group) / max(largest, SMALLEST), INTEGER / max(largest, SMALLEST)
-            norm = to_integers(x_I, start, size, factor, integer_I)
-            sq_norm_R[r] += norm / (np.float64(factor) * np.float64(factor))
+            unit = _error_unit(group) / max(largest, SMALLEST)
+            norm = to_integers(x_I, start, size, unit, error_I)
+            sq_norm_R[r] += norm / (np.float64(unit) * np.float64(unit))
             best: np.floating[Any] = np.float64(0)
             for k in range(8 if search else 1):
                 shrink = np.float32(1.0 - 0.05 * k)
                 width = (high * shrink - low * shrink) / np.float32(15)
                 stored = _stored_bits(width if largest > 0 else np.float32(1), half)
                 scale = _stored_value(stored, half)
-                zero = min(max(np.rint(np.float32(-8) - low * shrink / scale), np.float32(-8)), np.float32(7))
+                exact = width if 0 < width < np.inf else scale
+                zero = min(max(np.rint(np.float32(-8) - low * shrink / exact), np.float32(-8)), np.float32(7))
                 error = _codes(x_I, start, size, scale, zero, unit, trial_I, error_I)
                 if k == 0 or error < best * _BETTER:
                     best = error
