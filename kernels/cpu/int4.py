@@ -178,8 +178,8 @@ def quantize_int4_asym(
 ) -> int:  # fmt: skip
     """INT4 with a zero point -8..7 for each group: w_hat = (code - zero) * scale. Else as `quantize_int4`.
 
-    scale = (max - min) / 15 with 0 inside, zero = round-half-even(-8 - min / scale) with the scale before it is rounded,
-    as in compressed-tensors. `search`: the best of both ends drawn in by 0, 5, ... 35 %.
+    scale = (max - min) / 15 with 0 inside, zero = round-half-even(-8 - min / scale) with the scale not yet rounded, as
+    in compressed-tensors. `search`: the best of both ends drawn in by 0, 5, ... 35 %.
     """
     (rows, inputs), size, bits_RI = w_RI.shape, np.uint64(group), w_RI.view(np.int32)
     q_I, trial_I = np.empty(inputs, np.uint8), np.empty(inputs, np.uint8)

@@ -93,6 +93,19 @@ def square_sum(x_I: F32, start: np.uint64, size: np.uint64) -> Float:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _products(x_I: F32, start: np.uint64, count: np.uint64, step: np.float32, low: np.float32) -> tuple[Float, Float]:
+    """<x, q> and <q, q> of at most `_SUM` integers and their codes, the smallest of which is `low`."""
+    xq, qq, high = np.float32(0), np.float32(0), low + np.float32(15)
+    for i in range(count):
+        x = x_I[start + i]
+        q = _exact_madd(x, step, _ROUND) - _ROUND
+        q = min(max(q, low), high)
+        xq = _exact_sum(xq, x, q)
+        qq = _exact_sum(qq, q, q)
+    return xq, qq
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _best_of(
     x_I: F32, start: np.uint64, size: np.uint64, first: np.int64, distance: np.int64, count: np.int64, low: np.float32
 ) -> tuple[np.float64, np.float64, np.int64]:
@@ -100,25 +113,24 @@ def _best_of(
 
     low  the smallest code
     Selects, not branches: one that waits for a score would stall the next. And nothing that may raise, not even a range
-    with a step: the references to `x_I` would be counted, atomically.
+    with a step: the references to `x_I` would be counted, atomically. The usual sizes have loops that can be unrolled.
     """
-    high = low + np.float32(15)
     best, best_xq, best_qq, best_k = np.float64(0), np.float64(0), np.float64(1), first
     for j in range(count):
         k = first + j * distance
-        step = STEPS[k]
         xq, qq = np.float64(0), np.float64(0)
-        for b in range((size + _SUM - _ONE) // _SUM):
-            block = b * _SUM
-            block_xq, block_qq = np.float32(0), np.float32(0)
-            for i in range(min(_SUM, size - block)):
-                x = x_I[start + block + i]
-                q = _exact_madd(x, step, _ROUND) - _ROUND
-                q = min(max(q, low), high)
-                block_xq = _exact_sum(block_xq, x, q)
-                block_qq = _exact_sum(block_qq, q, q)
-            xq += np.float64(block_xq)
-            qq += np.float64(block_qq)
+        if size == 128:
+            part_xq, part_qq = _products(x_I, start, np.uint64(128), STEPS[k], low)
+            xq, qq = np.float64(part_xq), np.float64(part_qq)
+        elif size == 32:
+            part_xq, part_qq = _products(x_I, start, np.uint64(32), STEPS[k], low)
+            xq, qq = np.float64(part_xq), np.float64(part_qq)
+        else:
+            for b in range((size + _SUM - _ONE) // _SUM):
+                done = b * _SUM
+                part_xq, part_qq = _products(x_I, start + done, min(_SUM, size - done), STEPS[k], low)
+                xq += np.float64(part_xq)
+                qq += np.float64(part_qq)
         score = xq * xq / qq
         better = score > best
         best_xq, best_qq = xq if better else best_xq, qq if better else best_qq
