@@ -78,7 +78,7 @@ demo: $(VENV)/demo.stamp $(VENV)/wheel.stamp
 define quantize
 printf '\n==== %s ====\n' '$(1)'; rm -rf $(MODEL)-$(1); set -ex; \
 $(BIN)/quantkit plan $(MODEL) $(2); \
-$(BIN)/quantkit quantize $(MODEL) $(2) -o $(MODEL)-$(1); \
+$(BIN)/quantkit quantize $(MODEL) $(2) -o $(MODEL)-$(1) --no-verify; \
 $(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL)
 endef
 
