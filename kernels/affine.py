@@ -125,12 +125,13 @@ def _score(x_OGN: Tensor, k_OG: Tensor, low: int) -> tuple[Tensor, Tensor]:
 
 def _search(x_OGN: Tensor) -> Tensor:
     """The best scale of groups of integers whose largest magnitude is negative; the first of equals wins."""
-    first, count = (int(n) for n in candidates(x_OGN.shape[2]))
+    first, count, reach = (int(n) for n in candidates(x_OGN.shape[2]))
     k_OG = torch.full(x_OGN.shape[:2], first)
     coarse = [_score(x_OGN, k_OG + 4 * j, -8) for j in range(count)]
     centre_OG = first + 4 * torch.stack([score for score, _ in coarse]).argmax(0)
     centre = _score(x_OGN, centre_OG, -8)
     fine = [_score(x_OGN, centre_OG + j, -8) for j in (-2, -1, 1, 2)]
-    other = [(score, -scale) for score, scale in (_score(x_OGN, centre_OG + j, -7) for j in (-1, 0, 1))]
+    other = [_score(x_OGN, centre_OG + j, -7) for j in range(-reach, reach + 1)]
+    other = [(score, -scale) for score, scale in other]
     scores, scales = (torch.stack(part) for part in zip(centre, *fine, *other, strict=True))
     return scales.gather(0, scores.argmax(0, keepdim=True))[0]
