@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
-from quantkit.export.sources.rows import row_source
+from quantkit.export.sources.rows import Buffers, row_source
 from quantkit.export.verify import scale_values
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
@@ -137,7 +137,7 @@ def _decoded(pair: Pair, reader: Reader) -> Compared:
     if pair.out_expert is not None:
         return _decoded_expert(pair, pair.out_expert, reader)
     rows, inputs = math.prod(pair.output.shape[:-1]), pair.output.shape[-1]
-    source = row_source(pair.source, rows, inputs, 0, None, reader)
+    source = row_source(pair.source, rows, inputs, 0, None, reader, Buffers())
     w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
     expected = np.empty(w_RI.shape, np.uint16)
     stored = np.empty(w_RI.shape, np.uint16)
@@ -155,8 +155,8 @@ def _decoded(pair: Pair, reader: Reader) -> Compared:
 def _values(pair: Pair, reader: Reader) -> Compared:
     """Codes that were laid out anew: every decoded value is the same."""
     rows, inputs = pair.output.shape
-    source = row_source(pair.source, rows, inputs, 0, None, reader)
-    stored = row_source(pair.output, rows, inputs, 0, None, reader)
+    source = row_source(pair.source, rows, inputs, 0, None, reader, Buffers())
+    stored = row_source(pair.output, rows, inputs, 0, None, reader, Buffers())
     w_RI, hat_RI = (np.empty((chunk_rows(inputs, 1), inputs), np.float32) for _ in range(2))
     differing = 0
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
@@ -172,7 +172,7 @@ def _values(pair: Pair, reader: Reader) -> Compared:
 def _decoded_expert(pair: Pair, expert: int, reader: Reader) -> Compared:
     """One fused expert [O, I] of the source against the BF16 output [I, O]."""
     _, rows, inputs = pair.source.shape
-    source = row_source(pair.source, rows, inputs, pair.first_row, None, reader)
+    source = row_source(pair.source, rows, inputs, pair.first_row, None, reader, Buffers())
     source.load(0, rows)
     w_OI = np.empty((rows, inputs), np.float32)
     source.decode(0, rows, w_OI)
@@ -187,9 +187,9 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
     out = pair.output
     rows, inputs = out.shape[-2:]
     multiple = BLOCK if scheme.granularity == "block" else 1
-    source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader)
+    source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader, Buffers())
     out_row = (pair.out_expert or 0) * rows
-    stored = row_source(out, rows, inputs, out_row, None, reader)
+    stored = row_source(out, rows, inputs, out_row, None, reader, Buffers())
     half = out.parts["scale"].dtype == "F16" if "scale" in out.parts else False
     scale = _stored_scale(out, scheme, reader)
     if pair.out_expert is not None:

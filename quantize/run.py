@@ -23,6 +23,7 @@ from typing import Any
 
 from quantkit.export.checkpoint import INDEX, Reader
 from quantkit.export.safetensors_file import write_all
+from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
 from quantkit.quantize.plan import Plan, Shard, Step
@@ -164,7 +165,7 @@ def _stream(plan: Plan, work: Work, reader: Reader, jobs: int, memory: int, repo
         results: queue.SimpleQueue[tuple[Step, dict[str, Any] | BaseException] | None] = queue.SimpleQueue()
 
         def worker() -> None:
-            target = Target(fds, reader, memory // jobs, plan.half)
+            target = Target(fds, reader, memory // jobs, plan.half, Buffers())
             while (step := steps.next()) is not None:
                 try:
                     results.put((step, run_step(step, target)))

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo, write_all
-from quantkit.export.sources.rows import KMajorRows, RowSource, row_source
+from quantkit.export.sources.rows import Buffers, KMajorRows, RowSource, row_source
 from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.nvfp4 import amax_f32, nvfp4_global_divisor
-from quantkit.kernels.cpu.rows import RowParts, global_scale, quantize_rows, row_parts
+from quantkit.kernels.cpu.rows import RowParts, codes_shape, global_scale, quantize_rows, scale_dtype, scale_shape
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.packed import pack_zero_points
-from quantkit.kernels.scheme import BLOCK
+from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.plan import Matrix, Out, Step, Task
 
 CHUNK_WEIGHTS = 1 << 18  # float32 weights decoded at once: 1 MB, half of a core's level-2 cache
@@ -43,12 +43,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a step reads and writes: open shards, and the bytes of buffers that one thread may use."""
+    """Where the steps of one thread read and write, and how many bytes its buffers may take."""
 
     fds: Sequence[int]
     reader: Reader
     memory: int
     half: bool
+    buffers: Buffers
 
     def write(self, out: Out, data: NDArray[Any], at: int = 0) -> None:
         """Write the bytes of `data` at byte `at` of an output tensor."""
@@ -99,14 +100,9 @@ def _not_finite(task: Task, row: int) -> QuantkitError:
 
 
 def _rows(task: Task, matrix: Matrix, target: Target) -> RowSource:
-    return row_source(
-        matrix.weight,
-        matrix.rows,
-        matrix.inputs,
-        matrix.first_row,
-        matrix.expert if matrix.transposed else None,
-        target.reader,
-    )
+    expert = matrix.expert if matrix.transposed else None
+    at = (matrix.rows, matrix.inputs, matrix.first_row, expert)
+    return row_source(matrix.weight, *at, target.reader, target.buffers)
 
 
 def _amax(task: Task, target: Target) -> float:
@@ -114,7 +110,7 @@ def _amax(task: Task, target: Target) -> float:
     assert task.matrix is not None
     matrix = task.matrix
     source = _rows(task, matrix, target)
-    w_RI = np.empty((chunk_rows(matrix.inputs, 1), matrix.inputs), np.float32)
+    w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, 1), matrix.inputs), np.float32)
     amax = 0.0
     for first, rows in blocks_of(matrix.rows, matrix.inputs, target.memory):
         source.load(first, rows)
@@ -140,13 +136,13 @@ def _quantize(task: Task, shared: float | None, target: Target) -> Measured:
     outs = {out.kind: out for out in task.outs}
     multiple = BLOCK if scheme.granularity == "block" else 1
     source = _rows(task, matrix, target)
-    w_RI = np.empty((chunk_rows(matrix.inputs, multiple), matrix.inputs), np.float32)
+    w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, multiple), matrix.inputs), np.float32)
     sq_err_R = np.empty(matrix.rows, np.float64)  # summed over the whole matrix at once: independent of the blocks
     sq_norm_R = np.empty(matrix.rows, np.float64)
     zeros: list[NDArray[np.int8]] = []
     for first, rows in blocks_of(matrix.rows, matrix.inputs, target.memory):
         source.load(first, rows)
-        block = row_parts(scheme, rows, matrix.inputs)
+        block = _row_parts(scheme, rows, matrix.inputs, target.buffers)
         for at, n in chunks_of(rows, matrix.inputs, multiple):
             source.decode(first + at, n, w_RI[:n])
             part = share_of(block, at, n, multiple, sq_err_R[first + at :], sq_norm_R[first + at :])
@@ -163,6 +159,18 @@ def _quantize(task: Task, shared: float | None, target: Target) -> Measured:
         target.write(outs["zero"], pack_zero_points(np.concatenate(zeros)))
     _write_constants(outs, matrix.rows, matrix.inputs, task, shared, target)
     return Measured(float(np.sum(sq_err_R)), float(np.sum(sq_norm_R)))
+
+
+def _row_parts(scheme: QuantScheme, rows: int, inputs: int, buffers: Buffers) -> RowParts:
+    """The arrays of a block, in memory that the thread has used before."""
+    scale = scale_shape(scheme, rows, inputs)
+    return RowParts(
+        buffers.take("codes", codes_shape(scheme, rows, inputs), np.uint8),
+        buffers.take("scale", scale, scale_dtype(scheme)),
+        None if scheme.symmetric else np.empty(scale, np.int8),  # zeros of all blocks are kept to the end
+        buffers.take("sq_err", (rows,), np.float64),
+        buffers.take("sq_norm", (rows,), np.float64),
+    )
 
 
 def share_of(
@@ -198,7 +206,7 @@ def _decode(task: Task, target: Target) -> None:
         _decode_transposed(task, task.matrix, target)
         return
     rows, inputs = task.weight.shape
-    source = row_source(task.weight, rows, inputs, 0, None, target.reader)
+    source = row_source(task.weight, rows, inputs, 0, None, target.reader, target.buffers)
     w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
     (out,) = task.outs
     for first, n_rows in blocks_of(rows, inputs, target.memory):
@@ -252,7 +260,7 @@ def _repack_gptq(task: Task, target: Target) -> None:
     """Symmetric GPTQ codes and scales in the layout of compressed-tensors: the same numbers, transposed."""
     outs = {out.kind: out for out in task.outs}
     outputs, inputs = task.weight.shape
-    source = KMajorRows(task.weight, inputs, 0, target.reader)
+    source = KMajorRows(task.weight, inputs, 0, target.reader, target.buffers)
     if not source.plain_int4():
         raise QuantkitError(
             "the configuration says symmetric and in order, the zero points or g_idx do not",

@@ -7,11 +7,12 @@ Letters: O outputs (rows), I inputs, G groups, R rows of a block, B bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import ITEMSIZE, TensorInfo
 from quantkit.export.sources.detect import Weight
@@ -49,23 +50,37 @@ def scale_values(info: TensorInfo, raw: NDArray[np.uint8]) -> F32:
     return np.asarray(E4M3_VALUES if info.dtype == "F8_E4M3" else E8M0_VALUES, np.float32)[raw]
 
 
+class Buffers:
+    """Arrays that one thread fills again and again: fresh memory would cost a page fault for every 4 KB."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, NDArray[np.uint8]] = {}
+
+    def take(self, use: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """An uninitialised array; it is good until the next call for the same use."""
+        need = math.prod(shape) * np.dtype(dtype).itemsize
+        if use not in self._bytes or self._bytes[use].nbytes < need:
+            self._bytes[use] = np.empty(need, np.uint8)
+        return self._bytes[use][:need].view(dtype).reshape(shape)
+
+
 @dataclass(slots=True)
 class _Block:
     """Bytes of the loaded rows of one tensor."""
 
     info: TensorInfo
     reader: Reader
+    buffers: Buffers
     row_bytes: int
     offset: int  # bytes of the tensor before the matrix
+    use: str = "source codes"
     first: int = 0
     data: NDArray[np.uint8] | None = None
 
     def load(self, first: int, rows: int) -> None:
-        need = rows * self.row_bytes
-        if self.data is None or self.data.nbytes < need:
-            self.data = np.empty(need, np.uint8)
+        self.data = self.buffers.take(self.use, (rows * self.row_bytes,), np.uint8)
         self.first = first
-        self.reader.read_into(self.info, self.offset + first * self.row_bytes, self.data[:need])
+        self.reader.read_into(self.info, self.offset + first * self.row_bytes, self.data)
 
     def rows(self, first: int, rows: int) -> NDArray[np.uint8]:
         assert self.data is not None
@@ -76,14 +91,14 @@ class _Block:
 class PlainRows:
     """BF16, FP16 or FP32."""
 
-    def __init__(self, info: TensorInfo, inputs: int, first_row: int, reader: Reader) -> None:
+    def __init__(self, info: TensorInfo, inputs: int, first_row: int, reader: Reader, buffers: Buffers) -> None:
         if info.dtype not in ("BF16", "F16", "F32"):
             raise QuantkitError(
                 "a tensor that is not a float cannot be quantised",
                 file=info.file, tensor=info.name, value=info.dtype, allowed="BF16, F16, F32",
             )  # fmt: skip
         width = inputs * ITEMSIZE[info.dtype]
-        self._block = _Block(info, reader, width, first_row * width)
+        self._block = _Block(info, reader, buffers, width, first_row * width)
 
     def load(self, first: int, rows: int) -> None:
         self._block.load(first, rows)
@@ -100,8 +115,8 @@ class PlainRows:
 class TransposedRows:
     """One expert of a fused tensor [E, I, O] in BF16 or FP16: the expert is read whole, rows are its columns."""
 
-    def __init__(self, info: TensorInfo, rows: int, inputs: int, expert: int, reader: Reader) -> None:
-        self._plain = PlainRows(info, rows, expert * inputs, reader)
+    def __init__(self, info: TensorInfo, rows: int, inputs: int, expert: int, reader: Reader, buffers: Buffers) -> None:
+        self._plain = PlainRows(info, rows, expert * inputs, reader, buffers)
         self._shape = (inputs, rows)
         self._w_IO: F32 | None = None
 
@@ -120,8 +135,8 @@ class TransposedRows:
 class Fp8Rows:
     """FP8 E4M3 codes with a scale for the tensor, each channel, each 128 x 128 block, or 32 inputs (MXFP8)."""
 
-    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader) -> None:
-        self._block = _Block(weight.parts["codes"], reader, inputs, first_row * inputs)
+    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader, buffers: Buffers) -> None:
+        self._block = _Block(weight.parts["codes"], reader, buffers, inputs, first_row * inputs)
         info = weight.parts["scale"]
         values = scale_values(info, reader.read(info))
         outputs = weight.shape[0]
@@ -147,10 +162,10 @@ class Fp8Rows:
 class Int4Rows:
     """compressed-tensors INT4 words, symmetric or with zero points packed along the outputs."""
 
-    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader) -> None:
+    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader, buffers: Buffers) -> None:
         codes, scale = weight.parts["codes"], weight.parts["scale"]
         width = codes.nbytes // weight.shape[0]
-        self._block = _Block(codes, reader, width, first_row * width)
+        self._block = _Block(codes, reader, buffers, width, first_row * width)
         self._scale = scale_values(scale, reader.read(scale)).reshape(scale.shape)
         zero = weight.parts.get("zero")
         self._zero: NDArray[np.int8] | None = None
@@ -169,11 +184,13 @@ class Int4Rows:
 class Fp4Rows:
     """FP4 nibbles with E4M3 scales per 16 inputs and a global scale (NVFP4), or E8M0 scales per 32 (MXFP4)."""
 
-    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader) -> None:
+    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader, buffers: Buffers) -> None:
         group = GROUP_OF[weight.encoding]
         codes, self._scale_info = weight.parts["codes"], weight.parts["scale"]
-        self._block = _Block(codes, reader, inputs // 2, first_row * inputs // 2)
-        self._scales = _Block(self._scale_info, reader, inputs // group, first_row * (inputs // group))
+        self._block = _Block(codes, reader, buffers, inputs // 2, first_row * inputs // 2)
+        self._scales = _Block(
+            self._scale_info, reader, buffers, inputs // group, first_row * (inputs // group), "source scale"
+        )
         self._group = group
         self._global = np.float32(1)
         if "divisor" in weight.parts:
@@ -193,7 +210,7 @@ class Fp4Rows:
 class KMajorRows:
     """GPTQ [I/8, O] and AWQ [I, O/8]: outputs lie along the columns, so a block of rows is a slice of columns."""
 
-    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader) -> None:
+    def __init__(self, weight: Weight, inputs: int, first_row: int, reader: Reader, buffers: Buffers) -> None:
         assert first_row == 0
         self._weight, self._reader, self._inputs = weight, reader, inputs
         outputs = weight.shape[0]
@@ -246,18 +263,24 @@ def kmajor_zeros(encoding: str, words: NDArray[np.int32], outputs: int) -> NDArr
 
 
 def row_source(
-    weight: Weight, rows: int, inputs: int, first_row: int, transposed_expert: int | None, reader: Reader
+    weight: Weight,
+    rows: int,
+    inputs: int,
+    first_row: int,
+    transposed_expert: int | None,
+    reader: Reader,
+    buffers: Buffers,
 ) -> RowSource:
     """Rows of the matrix that begins at `first_row` of a weight, or of one expert of a transposed fused tensor."""
     if weight.encoding == "plain":
         codes = weight.parts["codes"]
         if transposed_expert is not None:
-            return TransposedRows(codes, rows, inputs, transposed_expert, reader)
-        return PlainRows(codes, inputs, first_row, reader)
+            return TransposedRows(codes, rows, inputs, transposed_expert, reader, buffers)
+        return PlainRows(codes, inputs, first_row, reader, buffers)
     if weight.encoding in ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8"):
-        return Fp8Rows(weight, inputs, first_row, reader)
+        return Fp8Rows(weight, inputs, first_row, reader, buffers)
     if weight.encoding == "int4-ct":
-        return Int4Rows(weight, inputs, first_row, reader)
+        return Int4Rows(weight, inputs, first_row, reader, buffers)
     if weight.encoding in GROUP_OF:
-        return Fp4Rows(weight, inputs, first_row, reader)
-    return KMajorRows(weight, inputs, first_row, reader)
+        return Fp4Rows(weight, inputs, first_row, reader, buffers)
+    return KMajorRows(weight, inputs, first_row, reader, buffers)

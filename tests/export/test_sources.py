@@ -14,7 +14,7 @@ import quantised_fp4
 from families import FAMILIES, read_config, tiny, write_config
 from quantkit.export.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantkit.export.sources.detect import weights_of
-from quantkit.export.sources.rows import row_source
+from quantkit.export.sources.rows import Buffers, row_source
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.planner import make_plan
 from quantkit.quantize.recipe import load_recipe, with_int4_group
@@ -73,7 +73,7 @@ def test_rows_decode_to_the_exact_values(source: tuple[Path, dict[str, np.ndarra
         for name, expected in exact.items():
             rows, inputs = weights[name].shape
             assert expected.shape == (rows, inputs)
-            decoder = row_source(weights[name], rows, inputs, 0, None, reader)
+            decoder = row_source(weights[name], rows, inputs, 0, None, reader, Buffers())
             got = np.full((rows, inputs), np.nan, np.float32)
             for first in range(0, rows, 72):  # blocks that end inside FP8 blocks and packed words
                 n = min(72, rows - first)
