@@ -189,7 +189,9 @@ def _check_groups(groups: Mapping[str, Any], weights: Sequence[Weight]) -> list[
             failures.append(f"{weight.module}: {len(hits)} config groups claim it")
         elif scheme is not None:
             bits = 8 if scheme.element == "e4m3" else 4
-            group = scheme.group_size if scheme.granularity == "group" else hits[0].get("group_size")
+            channel = hits[0].get("strategy") == "channel" and scheme.group_size == weight.shape[1]
+            grouped = scheme.granularity == "group" and not channel
+            group = scheme.group_size if grouped else hits[0].get("group_size")
             if hits[0].get("num_bits") != bits or hits[0].get("group_size") != group:
                 failures.append(
                     f"{weight.module}: stored as {scheme.name}, described as {hits[0].get('num_bits')} bits, "

@@ -156,7 +156,8 @@ def _packed_ct(t: TensorInfo, found: _Tensors) -> Weight:
             raise _shape_error(scale, f"[{rows}, groups]")
         group = inputs // groups
         asym = "a" if zero else ""
-        name = f"int4{asym}-channel" if groups == 1 else f"int4{asym}-g{group}"
+        name = f"int4{asym}-g{group}"  # a row that is one whole group is a channel as well
+        name = f"int4{asym}-channel" if groups == 1 and name not in SCHEMES else name
         parts = {"codes": t, "scale": scale, "shape": claim} | ({"zero": zero} if zero else {})
         own = SCHEMES.get(name) if scale.dtype != "F32" else None
         return Weight(f"{module}.weight", (rows, inputs), "int4-ct", parts, found.extras(module), own)

@@ -93,8 +93,12 @@ def export_command(
     show.plan_line(plan, plan_facts(plan, jobs, budget))
     if FIRST_RUN:
         sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
-    with progress("quantize", plan.bytes_in) as advance:
-        summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
+    try:
+        with progress("quantize", plan.bytes_in) as advance:
+            summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: run the same command again to go on\n")
+        sys.exit(130)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     show.summary(plan, summary, out, peak)
     result: dict[str, Any] = {

@@ -153,9 +153,6 @@ def run_app(call: Callable[[], Any]) -> int:
     except QuantkitError as e:
         sys.stderr.write(f"error: {e}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: run the same command again to go on\n")
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
