@@ -23,7 +23,8 @@ from quantkit.kernels.cpu.rows import quantize_rows, requantize_rows, row_parts
 from quantkit.kernels.elements import E4M3_VALUES
 from quantkit.kernels.packed import unpack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
-from quantkit.quantize.work import blocks_of, chunk_rows, chunks_of, share_of
+from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
+from quantkit.quantize.work import share_of
 
 MEMORY = 64 << 20  # bytes of a block's buffers
 COPY = 8 << 20

@@ -27,7 +27,8 @@ from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
 from quantkit.quantize.plan import Plan, Shard, Step
-from quantkit.quantize.work import Measured, Target, run_step
+from quantkit.quantize.target import Target
+from quantkit.quantize.work import Measured, run_step
 
 SYNC_SECONDS = 0.5  # about so much finished work is done again after a kill
 MANIFEST = "quantkit.json"

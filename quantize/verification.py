@@ -25,8 +25,8 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.compare import Compared, Pair, compare, pairs_of
 from quantkit.quantize.roles import Placed, roles_of
 
-# A searched scale is never worse than the plain one; what may remain is the rounding of float64 sums.
-TOLERANCE = 1.0001
+# A searched scale is never worse than the plain one. Left is the rounding of sums: 1e-5, extreme weights 1e-3.
+TOLERANCE = 1.001
 WORST = 10
 
 

@@ -9,29 +9,21 @@ Letters: R rows of a chunk, I inputs.
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.export.checkpoint import Reader
-from quantkit.export.safetensors_file import TensorInfo, write_all
-from quantkit.export.sources.rows import Buffers, KMajorRows, RowSource, row_source
+from quantkit.export.sources.rows import Buffers, RowSource, row_source
 from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.nvfp4 import amax_f32, nvfp4_global_divisor
 from quantkit.kernels.cpu.rows import RowParts, codes_shape, global_scale, quantize_rows, scale_dtype, scale_shape
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.packed import pack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
+from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
+from quantkit.quantize.passing import pass_through
 from quantkit.quantize.plan import Matrix, Out, Step, Task
-
-CHUNK_WEIGHTS = 1 << 18  # float32 weights decoded at once: 1 MB, half of a core's level-2 cache
-BLOCK_BYTES = 16 << 20  # most that is read at once, however large the budget
-COPY_BYTES = 8 << 20
-NUMPY = {"BF16": np.uint16, "F16": np.uint16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+from quantkit.quantize.target import NUMPY, Target
 
 
 class Measured(NamedTuple):
@@ -39,35 +31,6 @@ class Measured(NamedTuple):
 
     sq_err: float
     sq_norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where the steps of one thread read and write, and how many bytes its buffers may take."""
-
-    fds: Sequence[int]
-    reader: Reader
-    memory: int
-    half: bool
-    buffers: Buffers
-
-    def write(self, out: Out, data: NDArray[Any], at: int = 0) -> None:
-        """Write the bytes of `data` at byte `at` of an output tensor."""
-        write_all(self.fds[out.shard], np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, out.start + at)
-
-
-def blocks_of(rows: int, inputs: int, memory: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of blocks that are multiples of 128 rows and fit the budget (at least 128 rows)."""
-    fit = max(1, min(memory // 4, BLOCK_BYTES) // max(1, 4 * inputs * BLOCK)) * BLOCK
-    for first in range(0, rows, fit):
-        yield first, min(fit, rows - first)
-
-
-def chunks_of(rows: int, inputs: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of chunks of a block: multiples of `multiple` rows, sized for the cache."""
-    size = chunk_rows(inputs, multiple)
-    for first in range(0, rows, size):
-        yield first, min(size, rows - first)
 
 
 def run_step(step: Step, target: Target) -> dict[str, Measured]:
@@ -83,7 +46,7 @@ def run_step(step: Step, target: Target) -> dict[str, Measured]:
         elif task.fate == "decode":
             _decode(task, target)
         else:
-            _copy(task, target)
+            pass_through(task, target)
     return measured
 
 
@@ -122,11 +85,6 @@ def _amax(task: Task, target: Target) -> float:
                 raise _not_finite(task, first + at + bad)
             amax = max(amax, found)
     return amax
-
-
-def chunk_rows(inputs: int, multiple: int) -> int:
-    """Rows of a chunk: a multiple of `multiple` that fits the cache."""
-    return max(1, CHUNK_WEIGHTS // max(1, inputs * multiple)) * multiple
 
 
 def _quantize(task: Task, shared: float | None, target: Target) -> Measured:
@@ -232,73 +190,3 @@ def _decode_transposed(task: Task, matrix: Matrix, target: Target) -> None:
     out_IO = np.empty((matrix.inputs, matrix.rows), np.uint16)
     f32_to_bf16(np.ascontiguousarray(w_OI.T), out_IO)
     target.write(task.outs[0], out_IO)
-
-
-def _copy(task: Task, target: Target) -> None:
-    """Bytes as published, under the names of the plan; NVFP4's global scale changes between divisor and multiplier."""
-    if task.fate == "pass" and task.weight.encoding.startswith("gptq"):
-        _repack_gptq(task, target)
-        return
-    named = dict(task.weight.parts) | {f"extra{i}": t for i, t in enumerate(task.weight.extra)}
-    for out in task.outs:
-        source = named.get(out.kind)
-        if source is None and out.kind == "tensor_scale":
-            source = named.get("scale")
-        if source is not None and source.nbytes == out.nbytes:
-            copy_tensor(source, out, target)
-        elif out.kind == "shape":
-            target.write(out, np.array(task.weight.shape, NUMPY[out.dtype]))
-        elif out.kind in ("divisor", "multiplier"):
-            other = named["multiplier" if out.kind == "divisor" else "divisor"]
-            value = target.reader.read(other).view(np.float32)
-            target.write(out, (np.float32(1) / value).astype(np.float32))
-        else:
-            raise QuantkitError("internal: no source for a tensor of the plan", tensor=out.name, value=out.kind)
-
-
-def _repack_gptq(task: Task, target: Target) -> None:
-    """Symmetric GPTQ codes and scales in the layout of compressed-tensors: the same numbers, transposed."""
-    outs = {out.kind: out for out in task.outs}
-    outputs, inputs = task.weight.shape
-    source = KMajorRows(task.weight, inputs, 0, target.reader, target.buffers)
-    if not source.plain_int4():
-        raise QuantkitError(
-            "the configuration says symmetric and in order, the zero points or g_idx do not",
-            file=task.weight.parts["zero"].file,
-            tensor=task.weight.name,
-            hint="give the layers `scheme: bf16`, or another group, to go by the tensors",
-        )
-    width = outs["codes"].nbytes // outputs
-    for first, rows in blocks_of(outputs, inputs, target.memory):
-        source.load(first, rows)
-        codes_RB = np.empty((rows, width), np.uint8)
-        source.int4_codes(codes_RB)
-        target.write(outs["codes"], codes_RB, first * width)
-    scale = task.weight.parts["scale"]
-    scale_GO = target.reader.read(scale).view(np.uint16).reshape(scale.shape)
-    target.write(outs["scale"], np.ascontiguousarray(scale_GO.T))
-    target.write(outs["shape"], np.array(task.weight.shape, NUMPY[outs["shape"].dtype]))
-
-
-def copy_tensor(source: TensorInfo, out: Out, target: Target) -> None:
-    """Copy a tensor inside the kernel where the file systems can, through a small buffer where they cannot."""
-    done = 0
-    fd_in, fd_out = target.reader.descriptor(source), target.fds[out.shard]
-    while done < source.nbytes:
-        try:
-            n = os.copy_file_range(
-                fd_in, fd_out, min(source.nbytes - done, 1 << 30), source.start + done, out.start + done
-            )
-        except OSError as e:
-            if e.errno in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EIO):
-                break
-            raise
-        if n == 0:
-            break
-        done += n
-    buffer = np.empty(min(COPY_BYTES, source.nbytes - done), np.uint8)
-    while done < source.nbytes:
-        share = buffer[: min(COPY_BYTES, source.nbytes - done)]
-        target.reader.read_into(source, done, share)
-        target.write(out, share, done)
-        done += share.nbytes

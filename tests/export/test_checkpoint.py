@@ -131,7 +131,7 @@ ENCODINGS: list[tuple[str, dict[str, tuple[str, tuple[int, ...]]], str, str | No
     ("channel bf16", {"l.weight": ("F8_E4M3", (256, 64)), "l.weight_scale": ("BF16", (256, 1))}, "fp8-channel", None),
     ("channel 1-d", {"l.weight": ("F8_E4M3", (256, 64)), "l.weight_scale": ("F32", (256,))}, "fp8-channel", "fp8-channel"),
     ("int4", {"l.weight_packed": ("I32", (8, 16)), "l.weight_scale": ("BF16", (8, 4)), "l.weight_shape": ("I64", (2,))}, "int4-ct", "int4-g32"),
-    ("int4 channel", {"l.weight_packed": ("I32", (8, 16)), "l.weight_scale": ("BF16", (8, 1)), "l.weight_shape": ("I32", (2,))}, "int4-ct", "int4-channel"),
+    ("int4 channel", {"l.weight_packed": ("I32", (8, 32)), "l.weight_scale": ("BF16", (8, 1)), "l.weight_shape": ("I32", (2,))}, "int4-ct", "int4-channel"),
     ("nvfp4 ct", {"l.weight_packed": ("U8", (8, 32)), "l.weight_scale": ("F8_E4M3", (8, 4)), "l.weight_global_scale": ("F32", (1,))}, "nvfp4", "nvfp4"),
     ("nvfp4 modelopt", {"l.weight": ("U8", (8, 32)), "l.weight_scale": ("F8_E4M3", (8, 4)), "l.weight_scale_2": ("F32", ())}, "nvfp4", "nvfp4"),
     ("mxfp4 ct", {"l.weight_packed": ("U8", (8, 32)), "l.weight_scale": ("U8", (8, 2))}, "mxfp4", "mxfp4"),
