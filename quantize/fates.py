@@ -30,6 +30,12 @@ def natural_key(name: str) -> list[str | int]:
     return [int(p) if i % 2 else p for i, p in enumerate(_NUMBERS.split(name))]
 
 
+def as_fp8_block(weight: Weight) -> str | None:
+    """`fp8-block` for blocks whose float32 scales happen to be powers of two: they are good FP8 blocks as well."""
+    is_f32 = "scale" in weight.parts and weight.parts["scale"].dtype == "F32"
+    return "fp8-block" if weight.scheme == SCHEMES["fp8-block-ue8m0"] and is_f32 else None
+
+
 class Fates:
     """The inputs of one plan, and the faults found so far. Used once, by `make_plan`."""
 
@@ -136,7 +142,7 @@ class Fates:
         """True when the source holds just the numbers that the scheme asks for, scales in a dtype that engines take."""
         if weight.encoding.startswith("gptq") and (weight.parts["scale"].dtype == "F16") != self.half:
             return False
-        return weight.scheme == scheme
+        return weight.scheme == scheme or scheme.name == as_fp8_block(weight)
 
     def decoded(self, weight: Weight, role: str, scheme: QuantScheme) -> list[Task]:
         """Tasks that decode a weight; gpt-oss experts one by one, since BF16 stores them transposed."""

@@ -19,9 +19,10 @@ def grouped(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[tuple[s
     groups: dict[str, list[Task]] = {}
     for task in tasks:
         key = task.name
-        fused = placed[task.weight.name].fused
-        if fused and task.fate == "quantize" and task.scheme is not None and task.scheme.shares_scale:
-            key = f"{fused}.{task.matrix.expert}" if task.matrix and len(task.weight.shape) == 3 else fused
+        if task.fate == "quantize" and task.scheme is not None and task.scheme.shares_scale:
+            key = placed[task.weight.name].fused or key
+            if task.matrix and len(task.weight.shape) == 3:  # gate and up of one expert lie in one fused tensor
+                key = f"{task.weight.name}.{task.matrix.expert}"
         groups.setdefault(key, []).append(task)
     return list(groups.items())
 

@@ -12,8 +12,9 @@ from quantkit.export.formats import Layer, Part
 from quantkit.export.sources.detect import Weight
 from quantkit.export.targets import with_fused_names
 from quantkit.kernels.errors import join_errors
+from quantkit.kernels.scheme import SCHEMES
 from quantkit.quantize.checks import check_fused, check_shapes, tensor_parallel
-from quantkit.quantize.fates import Fates
+from quantkit.quantize.fates import Fates, as_fp8_block
 from quantkit.quantize.layout import grouped, lay_out
 from quantkit.quantize.plan import Plan, Task
 from quantkit.quantize.recipe import Recipe
@@ -119,6 +120,8 @@ def _for_format(fates: Fates, task: Task) -> Task:
     if task.fate != "keep" or task.weight.encoding == "plain":
         return task
     scheme = task.weight.scheme
+    if scheme is not None and scheme.name not in fates.format.SCHEMES:
+        scheme = SCHEMES.get(as_fp8_block(task.weight) or scheme.name)
     if fates.format_name == "mxfp4" and len(task.weight.shape) == 3:
         return task
     if scheme is None or scheme.name not in fates.format.SCHEMES:

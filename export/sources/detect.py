@@ -104,7 +104,7 @@ def _shape_error(tensor: TensorInfo, allowed: object) -> QuantkitError:
     )
 
 
-def _fp8(t: TensorInfo, found: _Tensors) -> Weight:
+def _fp8(t: TensorInfo, found: _Tensors, ue8m0: bool) -> Weight:
     """FP8 E4M3 weight [O, I] with a tensor, channel, block or (MXFP8) group-32 scale."""
     module = t.name.removesuffix(".weight")
     inverse = f"{module}.weight_scale_inv" in found.all
@@ -118,6 +118,7 @@ def _fp8(t: TensorInfo, found: _Tensors) -> Weight:
     shape = tuple(n for n in scale.shape if n != 1) if len(scale.shape) == 4 else scale.shape
     blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
     power = scale.dtype in ("F8_E8M0", "U8")
+    block_name = "fp8-block-ue8m0" if power or ue8m0 else "fp8-block"
     if scale.nbytes and all(n == 1 for n in scale.shape) and not (inverse and len(scale.shape) == 2):
         kind, name = "fp8-tensor", "fp8-tensor"
     elif len(scale.shape) == 4 and scale.shape == (blocks[0], 1, blocks[1], 1):
@@ -125,7 +126,7 @@ def _fp8(t: TensorInfo, found: _Tensors) -> Weight:
     elif shape in ((outputs, 1), (outputs,)) and not inverse:
         kind, name = "fp8-channel", "fp8-channel"
     elif shape == blocks:
-        kind, name = "fp8-block", "fp8-block-ue8m0" if power else "fp8-block"
+        kind, name = "fp8-block", block_name
     elif power and shape == (outputs, -(-inputs // 32)):
         kind, name = "mxfp8", ""
     else:
@@ -255,7 +256,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
     for t in checkpoint.tensors.values():
         try:
             if t.name.endswith(".weight") and t.dtype == "F8_E4M3":
-                w = _fp8(t, found)
+                w = _fp8(t, found, quant.get("scale_fmt") == "ue8m0")
             elif t.name.endswith(".weight_packed") and len(t.shape) == 2:
                 w = _packed_ct(t, found)
             elif t.name.endswith(".weight") and t.dtype == "U8" and len(t.shape) == 2:
