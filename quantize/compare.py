@@ -21,6 +21,7 @@ from quantkit.kernels.cpu.compare import sq_difference
 from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.rows import quantize_rows, requantize_rows, row_parts
 from quantkit.kernels.elements import E4M3_VALUES
+from quantkit.kernels.measure import differing_codes
 from quantkit.kernels.packed import unpack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
@@ -220,7 +221,7 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
             requantize_rows(w_RI[:n], scheme, half, own, own_zero, scale_2, part.codes)
             on_disk = np.empty((n, codes_at), np.uint8)
             reader.read_into(out.parts["codes"], (out_row + first + at) * codes_at, on_disk)
-            wrong = differing_codes(scheme, part.codes, on_disk)
+            wrong = differing_codes(part.codes, on_disk, 8 if scheme.element == "e4m3" else 4)
             if wrong and scale_2 is not None:
                 wrong = _farther(w_RI[:n], hat_RI[:n], part.codes, own, scale_2)
             differing += wrong
@@ -242,14 +243,6 @@ def _farther(
     nearest_RI = np.empty_like(hat_RI)
     decode.fp4_to_f32(codes, E4M3_VALUES[scale.astype(np.uint8)] * np.float32(scale_2), 16, nearest_RI)
     return int(np.count_nonzero(np.abs(w_RI - hat_RI) > np.abs(w_RI - nearest_RI) * (1 + 1e-5)))
-
-
-def differing_codes(scheme: QuantScheme, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> int:
-    """Number of codes that differ; +0 and -0 of a float element are the same value."""
-    x = a ^ b.reshape(a.shape)
-    if scheme.element == "e4m3":
-        return int(np.count_nonzero(x & ~np.where(((a | b.reshape(a.shape)) & 0x7F) == 0, 0x80, 0).astype(np.uint8)))
-    return int(np.count_nonzero(x & 0x0F) + np.count_nonzero(x & 0xF0))
 
 
 def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[np.generic]:

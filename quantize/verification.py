@@ -22,6 +22,7 @@ from quantkit.export.checkpoint import Checkpoint, Reader, open_folder
 from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.export.verify import Check, check_config, check_files, check_fused, check_scales, manifest_of
 from quantkit.kernels.errors import QuantkitError
+from quantkit.kernels.measure import relative_error, sqnr_db
 from quantkit.quantize.compare import Compared, Pair, compare, pairs_of
 from quantkit.quantize.roles import Placed, roles_of
 
@@ -150,9 +151,8 @@ def _against_source(
 
 
 def _layer(r: Compared) -> LayerError:
-    error = math.sqrt(r.sq_err / r.sq_norm) if r.sq_norm else 0.0
-    bound = math.sqrt(r.sq_plain / r.sq_norm) if r.sq_norm else 0.0
-    return LayerError(r.name, r.scheme, error, bound, -20 * math.log10(error) if error else math.inf)
+    error = relative_error(r.sq_err, r.sq_norm)
+    return LayerError(r.name, r.scheme, error, relative_error(r.sq_plain, r.sq_norm), sqnr_db(error))
 
 
 def _verdicts(results: Sequence[Compared]) -> list[Check]:

@@ -1,4 +1,4 @@
-"""Errors of a tensor from sums of its rows."""
+"""Errors of a tensor from sums of squares."""
 
 import math
 
@@ -8,20 +8,12 @@ from quantkit.kernels import measure
 
 
 def test_relative_error_and_sqnr():
-    assert measure.relative_error(np.array([1.0, 3.0]), np.array([100.0, 300.0])) == pytest.approx(0.1)
-    assert measure.sqnr_db(np.array([1.0, 3.0]), np.array([100.0, 300.0])) == pytest.approx(20.0)
-    zero = np.zeros(2)
-    assert measure.relative_error(zero, zero) == 0.0
-    assert measure.sqnr_db(zero, np.ones(2)) == math.inf
-    assert measure.relative_error(np.ones(2), zero) == math.inf
-    assert measure.sqnr_db(np.ones(2), zero) == -math.inf
-
-
-def test_neither_order_nor_chunks_of_rows_show():
-    rng = np.random.default_rng(0)
-    err, norm = np.exp(rng.normal(0, 20, 1000)), np.exp(rng.normal(0, 20, 1000))
-    order = rng.permutation(1000)
-    assert measure.relative_error(err, norm) == measure.relative_error(err[order], norm[order])
+    assert measure.relative_error(4.0, 400.0) == pytest.approx(0.1)
+    assert measure.sqnr_db(0.1) == pytest.approx(20.0)
+    assert measure.relative_error(0.0, 0.0) == 0.0
+    assert measure.sqnr_db(0.0) == math.inf
+    assert measure.relative_error(1.0, 0.0) == math.inf
+    assert measure.sqnr_db(math.inf) == -math.inf
 
 
 def test_differing_codes():
