@@ -6,8 +6,8 @@ from __future__ import annotations
 class QuantkitError(Exception):
     """Bad input or a refused request. The command line prints it without a traceback and exits with status 2.
 
-    `message` is one lower-case sentence without a full stop; `file`, `tensor`, `value` and `allowed` are printed on lines
-    of their own, `hint` last. Several errors found at once are joined by `join_errors`.
+    `message` is one lower-case sentence without a full stop; `file`, `tensor`, `value` and `allowed` are printed on
+    lines of their own, `hint` last. Several errors found at once are joined by `join_errors`.
     """
 
     def __init__(
@@ -29,10 +29,8 @@ class QuantkitError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        lines = [self.message]
-        for label, value in (("file", self.file), ("tensor", self.tensor), ("value", self.value), ("allowed", self.allowed)):
-            if value is not None:
-                lines.append(f"  {label}: {value}")
+        parts = {"file": self.file, "tensor": self.tensor, "value": self.value, "allowed": self.allowed}
+        lines = [self.message, *(f"  {label}: {value}" for label, value in parts.items() if value is not None)]
         if self.hint:
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
