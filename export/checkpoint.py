@@ -45,6 +45,14 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def has_fp8_kv(config: Mapping[str, Any]) -> bool:
+    """True when the configuration switches an FP8 KV cache on (compressed-tensors and ModelOpt keys)."""
+    quant = quantization_config(config)
+    scheme = quant.get("kv_cache_scheme")
+    by_dict = isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return by_dict or quant.get("kv_cache_quant_algo") == "FP8"
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file; raises QuantkitError with the place of the fault."""
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.export.formats import Layer, Part
+from quantkit.export.formats import FP8_KV, Layer, Part
 from quantkit.export.targets import target_patterns
 from quantkit.kernels.scheme import SCHEMES as ALL_SCHEMES
 from quantkit.kernels.scheme import QuantScheme
@@ -76,7 +76,7 @@ def _scheme(scheme: QuantScheme, static_input: bool) -> dict[str, Any]:
     return {"weights": weights, "input_activations": inputs, "format": "float-quantized"}
 
 
-def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
+def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:
     """`quantization_config`: one group a scheme; names of all layers that stay as they are, in full, one per shard.
 
     With a single scheme the group targets the class `Linear`. With several, SGLang would let `Linear` take the fused
@@ -105,7 +105,7 @@ def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
             "quantization_status": "compressed",
             "config_groups": described,
             "ignore": list(ignore),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": FP8_KV if fp8_kv else None,
             "global_compression_ratio": None,
             "sparsity_config": {},
             "transform_config": {},

@@ -3,7 +3,7 @@
 A format is a module with
     SCHEMES                        the schemes it can hold
     parts(scheme, rows, inputs, half)   -> the tensors of one linear layer
-    config(layers, ignore, source) -> files: name -> JSON object to merge or write
+    config(layers, ignore)         -> files: name -> JSON object to merge or write
 One line in `FORMATS` adds one.
 """
 
@@ -20,6 +20,10 @@ from quantkit.kernels.scheme import QuantScheme
 #   shape [O, I] as integers; multiplier and divisor: NVFP4's global scale and its reciprocal;
 #   tensor_scale: amax/448 of an FP8 tensor; input_scale: a number from the recipe.
 PartKind = Literal["codes", "scale", "zero", "shape", "multiplier", "divisor", "tensor_scale", "input_scale"]
+
+
+# What every reader accepts for an FP8 KV cache with a scale for the tensor; each key is required by one of them.
+FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,11 @@ class Format(Protocol):
         """Tensors of a layer of `rows` outputs; `half`: the model's dtype is fp16, not bf16."""
         ...
 
-    def config(self, layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
-        """File name -> JSON content; the content of `config.json` is what its `quantization_config` becomes."""
+    def config(self, layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:
+        """File name -> JSON content; the content of `config.json` is what its `quantization_config` becomes.
+
+        fp8_kv  the checkpoint carries scales for an FP8 KV cache, which engines use only when the configuration says so
+        """
         ...
 
 

@@ -23,7 +23,7 @@ def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scal
     ]
 
 
-def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
+def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:
     """`quantization_config` with the names of the layers that stay as they are."""
     names = {layer.scheme.name for layer in layers if layer.scheme}
     if len(names) > 1:

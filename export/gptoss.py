@@ -23,6 +23,6 @@ def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scal
     ]
 
 
-def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
+def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:
     """`quantization_config`; the list is the one of the published gpt-oss checkpoints, extended by other layers."""
     return {"config.json": {"quant_method": "mxfp4", "modules_to_not_convert": list(ignore)}}

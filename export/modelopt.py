@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.export.formats import Layer, Part
+from quantkit.export.formats import FP8_KV, Layer, Part
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import QuantScheme
 
@@ -53,7 +53,7 @@ def _group(scheme: QuantScheme) -> dict[str, Any]:
     return {"weights": base, "input_activations": inputs, "targets": ["Linear"]}
 
 
-def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
+def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:
     """Both configuration files."""
     schemes = {layer.scheme.name: layer.scheme for layer in layers if layer.scheme}
     if len(schemes) > 1:
@@ -73,12 +73,13 @@ def config(layers: Sequence[Layer], ignore: Sequence[str]) -> Mapping[str, Any]:
             "config_groups": {"group_0": _group(scheme)},
             "ignore": list(ignore),
             "producer": PRODUCER,
+            **({"kv_cache_scheme": FP8_KV} if fp8_kv else {}),
         },
         "hf_quant_config.json": {
             "producer": PRODUCER,
             "quantization": {
                 "quant_algo": algorithm,
-                "kv_cache_quant_algo": None,
+                "kv_cache_quant_algo": "FP8" if fp8_kv else None,
                 **group,
                 "exclude_modules": list(ignore),
             },

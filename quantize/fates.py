@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.export.checkpoint import Checkpoint
 from quantkit.export.formats import Format, Part, format_module
 from quantkit.export.safetensors_file import nbytes_of
-from quantkit.export.sources.detect import Weight, weights_of
+from quantkit.export.sources.detect import FLOATS, Weight, weights_of
 from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
@@ -132,6 +132,10 @@ class Fates:
             elif scheme.element == "float":
                 tasks += self.decoded(weight, placed.role, scheme)
             else:
+                if weight.encoding == "plain" and weight.parts["codes"].dtype not in FLOATS:
+                    self.fault(
+                        "not a float tensor", weight, value=weight.parts["codes"].dtype, allowed=", ".join(FLOATS)
+                    )
                 method = rule.method or DEFAULT_METHOD[family(scheme)]
                 for module, matrix in self.matrices(weight, placed, scheme):
                     task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
@@ -220,6 +224,13 @@ class Fates:
     def _passed(self, task: Task, scheme: QuantScheme) -> list[Part]:
         """Parts of a weight whose bytes are copied: dtypes of the source where only the label differs."""
         weight = task.weight
+        if weight.extra:
+            self.fault(
+                "the source has activation scales, which cannot be carried into another format yet",
+                weight,
+                value=weight.extra[0].name,
+                allowed="recipe keep (as published), or `scheme: bf16` and another scheme",
+            )
         if len(weight.shape) != 2:
             self.fault("fused experts cannot change their format", weight, allowed="--format mxfp4, or keep")
             return []

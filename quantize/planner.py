@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint, quantization_config
+from quantkit.export.checkpoint import Checkpoint, has_fp8_kv, quantization_config
 from quantkit.export.formats import Layer, Part
 from quantkit.export.sources.detect import Weight
 from quantkit.export.targets import with_fused_names
@@ -98,7 +98,8 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
         bare = without_quantization(source.config)
         files = {"config.json": bare}
         if any(layer.scheme for layer in layers):
-            made = dict(fates.format.config(layers, ignore))
+            fp8_kv = has_fp8_kv(source.config)
+            made = dict(fates.format.config(layers, ignore, fp8_kv=fp8_kv))
             files = {**made, "config.json": {**bare, "quantization_config": made["config.json"]}}
     return Plan(
         source, recipe, "as published" if published else fates.format_name, fates.family, fates.placed,

@@ -112,6 +112,10 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
     if already is not None:
         shutil.rmtree(work_folder(out), ignore_errors=True)
         return already
+    if plan.source.folder.resolve() in (out.resolve(), *out.resolve().parents):
+        raise QuantkitError(
+            "the output lies inside the source", file=out, allowed=f"a folder outside of {plan.source.folder}"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     work = open_work(out, plan.identity())
     try:

@@ -8,7 +8,8 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def _emit(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=2) + "\n")
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hundreds of thousands of records and no cycle among them: looking for one takes half of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _plan(source: str, recipe: str, format_name: str | None, group: str | None, tp: Sequence[int]) -> Plan:
     from quantkit.quantize.planner import make_plan
     from quantkit.quantize.recipe import load_recipe, with_int4_group
@@ -46,11 +57,8 @@ def _plan(source: str, recipe: str, format_name: str | None, group: str | None, 
         loaded = with_int4_group(loaded, group)
     if any(n < 1 for n in tp):
         raise QuantkitError("a tensor-parallel size must be 1 or more", value=list(tp))
-    gc.disable()  # hundreds of thousands of records and no cycle among them: collecting takes half of the time
-    try:
+    with _no_collection():
         return make_plan(loaded, open_checkpoint(source), format_name=format_name, tp=tp)
-    finally:
-        gc.enable()
 
 
 def plan_command(
@@ -144,7 +152,8 @@ def inspect_command(checkpoint: str, as_json: bool) -> None:
     """`quantkit inspect`."""
     from quantkit.quantize.capacity import checkpoint_facts
 
-    facts = checkpoint_facts(open_checkpoint(checkpoint))
+    with _no_collection():
+        facts = checkpoint_facts(open_checkpoint(checkpoint))
     if as_json:
         _emit(facts)
     else:

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationConfig
-from families import FAMILIES, tiny
+from families import FAMILIES, load_tensors, read_config, save_tensors, tiny, write_config
+from quantised_fp4 import as_nvfp4
 from quantkit.export.checkpoint import open_checkpoint
 from quantkit.export.sources.detect import weights_of
 from quantkit.export.targets import target_patterns, with_fused_names
@@ -165,7 +167,7 @@ def test_formats_without_mixes_say_so(form: str, tmp_path: Path) -> None:
     rules = (
         f"  - {{match: {{role: attention}}, scheme: {other}}}\n  - {{match: {{role: dense_mlp}}, scheme: fp8-block}}\n"
     )
-    with pytest.raises(QuantkitError, match="mixed schemes|one scale format"):
+    with pytest.raises(QuantkitError, match=r"mixed schemes|one scale format"):
         plan_of(folder, tmp_path, rules, form)
 
 
@@ -175,8 +177,6 @@ def test_fused_layers_must_share_a_scheme(tmp_path: Path) -> None:
 
 
 def test_scales_have_the_dtype_of_the_model(tmp_path: Path) -> None:
-    from families import read_config, write_config
-
     folder = FAMILIES["llama"](tmp_path / "m")
     write_config(folder, read_config(folder) | {"dtype": "float16"})
     run(make_plan(load_recipe("int4"), open_checkpoint(folder)), tmp_path / "o", jobs=1, memory=1 << 20)
@@ -187,9 +187,6 @@ def test_scales_have_the_dtype_of_the_model(tmp_path: Path) -> None:
 
 def test_experts_fused_in_3d_are_split(tmp_path: Path) -> None:
     """Families that publish [E, 2I, H] tensors: engines read the quantised experts one by one."""
-    import torch
-    from families import load_tensors, save_tensors
-
     folder = FAMILIES["qwen3_moe"](tmp_path / "m")
     tensors = load_tensors(folder)
     stem = "model.layers.1.mlp.experts"
@@ -211,3 +208,38 @@ def test_experts_fused_in_3d_are_split(tmp_path: Path) -> None:
         weights = weights_of(open_checkpoint(tmp_path / scheme))
         for e in experts:
             assert weights[f"{stem}.{e}.up_proj.weight"].shape == tuple(pieces["up"][0].shape)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_scales_of_an_fp8_cache_stay_switched_on(form: str, tmp_path: Path) -> None:
+    """Scales that the configuration does not declare are ignored by engines: the cache would silently run at 1.0."""
+    folder = FAMILIES["llama"](tmp_path / "m")
+    tensors = load_tensors(folder)
+    for i in range(2):
+        tensors |= {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.05]) for x in "kv"}
+    save_tensors(folder, tensors)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    declared = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme, "config_groups": {}, "ignore": []}
+    write_config(folder, read_config(folder) | {"quantization_config": declared})
+    plan = plan_of(folder, tmp_path, "  - {match: {role: [attention, dense_mlp]}, scheme: nvfp4}\n", form)
+    assert "model.layers.1.self_attn.k_scale" in plan.index["weight_map"]
+    assert plan.files["config.json"]["quantization_config"]["kv_cache_scheme"] == scheme
+    if form == "modelopt":
+        assert plan.files["hf_quant_config.json"]["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
+def test_activation_scales_are_not_lost_on_the_way(tmp_path: Path) -> None:
+    as_nvfp4(FAMILIES["llama"](tmp_path / "m"), tmp_path / "src", "modelopt", activations=True)
+    with pytest.raises(QuantkitError, match="activation scales"):
+        plan_of(tmp_path / "src", tmp_path, "  - {match: {role: [attention, dense_mlp]}, scheme: nvfp4}\n")
+    kept = make_plan(load_recipe("keep"), open_checkpoint(tmp_path / "src"))
+    assert any(n.endswith("input_scale") for n in kept.index["weight_map"])
+
+
+def test_integers_are_not_quantised(tmp_path: Path) -> None:
+    folder = FAMILIES["llama"](tmp_path / "m")
+    tensors = load_tensors(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_tensors(folder, tensors | {name: torch.zeros(tensors[name].shape, dtype=torch.int8)})
+    with pytest.raises(QuantkitError, match="not a float tensor"):
+        plan_of(folder, tmp_path, "  - {match: {role: dense_mlp}, scheme: nvfp4}\n")

@@ -170,6 +170,12 @@ def test_folder_with_other_files_is_refused(llama: Path, tmp_path: Path) -> None
     assert "model.safetensors" in str(e.value)
 
 
+def test_output_inside_the_source_is_refused(llama: Path) -> None:
+    with pytest.raises(QuantkitError, match="inside the source"):
+        run(plan_of(llama, "nvfp4"), llama / "out", jobs=1, memory=MB)
+    assert not (llama / "out.partial").exists()
+
+
 def test_two_runs_cannot_share_a_folder(llama: Path, tmp_path: Path) -> None:
     plan = plan_of(llama, "nvfp4")
     work = open_work(tmp_path / "o", plan.identity())
