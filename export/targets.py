@@ -77,8 +77,13 @@ def target_patterns(groups: Sequence[Sequence[str]], plain: Sequence[str]) -> li
             if g in by_group:
                 others = {m for o, members in by_group.items() if o != g for m in members}
                 patterns += _pattern(template, by_group[g], others)
-        targets.append(_with_fused(patterns))
+        targets.append([_either_name(p) for p in _with_fused(patterns)])
     return targets
+
+
+def _either_name(pattern: str) -> str:
+    """VLLM renames `block_sparse_moe` of MiniMax-M2 to `mlp` but leaves patterns alone; other engines keep the name."""
+    return pattern.replace(r"\.block_sparse_moe\.", r"\.(block_sparse_moe|mlp)\.")
 
 
 def _with_fused(patterns: list[str]) -> list[str]:

@@ -128,6 +128,37 @@ def check_fused(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[Qua
     ]
 
 
+def check_engines(tasks: Sequence[Task], format_name: str) -> list[QuantkitError]:
+    """Combinations that no engine loads, whatever the shapes; one fault for each kind."""
+    faults: dict[str, QuantkitError] = {}
+    for task in tasks:
+        if task.scheme is None or task.fate not in ("quantize", "pass"):
+            continue
+        role = task.role.removeprefix("mtp.")
+        if format_name == "modelopt" and role == "routed_experts" and task.scheme.name in ("fp8-channel", "fp8-block"):
+            faults.setdefault(
+                "experts",
+                QuantkitError(
+                    "engines read FP8 experts in the modelopt format per tensor only",
+                    tensor=task.name,
+                    value=task.scheme.name,
+                    allowed="fp8-tensor, nvfp4",
+                    hint="--format compressed-tensors or fp8 holds them",
+                ),
+            )
+        if role == "indexer" and task.scheme.element in ("int4", "e2m1"):
+            faults.setdefault(
+                "indexer",
+                QuantkitError(
+                    "engines fuse the indexer into a layer that takes BF16 and FP8 only",
+                    tensor=task.name,
+                    value=task.scheme.name,
+                    allowed="keep, bf16, fp8-block, fp8-channel",
+                ),
+            )
+    return list(faults.values())
+
+
 def check_shapes(tasks: Sequence[Task], table: Mapping[int, str], recipe: str) -> list[QuantkitError]:
     """Faults of layers whose inputs are not whole groups, one per scheme and number of inputs."""
     faults: dict[tuple[str, int], tuple[Task, int]] = {}

@@ -13,7 +13,7 @@ from quantkit.export.sources.detect import Weight
 from quantkit.export.targets import with_fused_names
 from quantkit.kernels.errors import join_errors
 from quantkit.kernels.scheme import SCHEMES
-from quantkit.quantize.checks import check_fused, check_shapes, tensor_parallel
+from quantkit.quantize.checks import check_engines, check_fused, check_shapes, tensor_parallel
 from quantkit.quantize.fates import Fates, as_fp8_block
 from quantkit.quantize.layout import grouped, lay_out
 from quantkit.quantize.plan import Plan, Task
@@ -88,6 +88,7 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
     wanted = tuple(tp) or recipe.output.tp
     table, faults = tensor_parallel(tasks, fates.placed, source.config, wanted)
     errors = fates.errors + check_shapes(tasks, table, recipe.name) + check_fused(tasks, fates.placed)
+    errors += [] if published else check_engines(tasks, fates.format_name)
     errors += [] if errors else faults  # a group that does not divide loads nowhere: said once is enough
     if errors:
         raise join_errors("the plan cannot be carried out", errors)

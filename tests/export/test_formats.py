@@ -243,3 +243,24 @@ def test_integers_are_not_quantised(tmp_path: Path) -> None:
     save_tensors(folder, tensors | {name: torch.zeros(tensors[name].shape, dtype=torch.int8)})
     with pytest.raises(QuantkitError, match="not a float tensor"):
         plan_of(folder, tmp_path, "  - {match: {role: dense_mlp}, scheme: nvfp4}\n")
+
+
+def test_patterns_know_the_name_that_vllm_gives_minimax() -> None:
+    (only,) = target_patterns([["model.layers.0.block_sparse_moe.experts.0.w1"]], [])
+    assert re.match(only[0][3:], "model.layers.0.block_sparse_moe.experts.0.w1")
+    assert re.match(only[0][3:], "model.layers.0.mlp.experts.0.w1")
+
+
+@pytest.mark.parametrize("scheme", ["fp8-channel", "fp8-block"])
+def test_fp8_experts_that_no_engine_reads_are_refused(scheme: str, tmp_path: Path) -> None:
+    rules = f"  - {{match: {{role: routed_experts}}, scheme: {scheme}}}\n"
+    folder = FAMILIES["qwen3_moe"](tmp_path / "m")
+    with pytest.raises(QuantkitError, match="per tensor only"):
+        plan_of(folder, tmp_path, rules, "modelopt")
+    assert plan_of(folder, tmp_path, rules).layers
+
+
+def test_four_bit_indexer_is_refused(tmp_path: Path) -> None:
+    folder = FAMILIES["glm_moe_dsa"](tmp_path / "m")
+    with pytest.raises(QuantkitError, match="indexer"):
+        plan_of(folder, tmp_path, "  - {match: {role: indexer}, scheme: int4-g32}\n")
