@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import tempfile
 import time
@@ -24,18 +25,20 @@ class Ran:
 
     peak_rss   sum over its processes of the kernel's own high-water mark (VmHWM), pages of mapped files included
     peak_anon  largest sampled sum of their anonymous memory (RssAnon): what the command itself holds
+    cpu        processor seconds of all its threads: on a machine that others use, steadier than the wall
     """
 
     stdout: str
     seconds: float
     peak_rss: int
     peak_anon: int
+    cpu: float
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> Ran:
     """Run `command` to its end, sampling its memory every 10 ms; a failure shows its stderr."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        start = time.perf_counter()
+        before, start = _cpu_of_children(), time.perf_counter()
         child = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **(env or {})})
         high: dict[int, int] = {}
         anon = 0
@@ -52,7 +55,12 @@ def run(command: list[str], env: dict[str, str] | None = None) -> Ran:
         err.seek(0)
         if child.returncode:
             raise SystemExit(f"{' '.join(command)}\nexited with {child.returncode}\n{err.read()[-4000:]}")
-        return Ran(out.read(), seconds, sum(high.values()), anon)
+        return Ran(out.read(), seconds, sum(high.values()), anon, _cpu_of_children() - before)
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def wall(command: list[str], times: int, env: dict[str, str] | None = None) -> list[float]:

@@ -9,7 +9,7 @@ steady rate    bytes of source weights / seconds of the quantising part. quantki
                (reading, quantising, writing; start-up and plan left out). Peer: the `model_free_ptq` call, imports left
                out. Both have converted a small checkpoint of the same kind before: nothing is compiled or loaded anew.
                quantkit syncs to the disk what it writes, and that is in its time; the peer does not.
-wall           the whole command, from start to exit
+wall, cpu      the whole command, from start to exit; processor seconds of its threads
 peak           VmHWM of the process (pages of mapped files count); `anon` its anonymous part, sampled every 10 ms
 """
 
@@ -182,6 +182,7 @@ class Bench:
             "seconds": report["seconds"],
             "bytes_out": report["bytes_out"],
             "wall": ran.seconds,
+            "cpu": ran.cpu,
             "peak": ran.peak_rss,
             "peak_anon": ran.peak_anon,
         }
@@ -204,6 +205,7 @@ def _median(runs: list[dict], bytes_in: int) -> dict:
         "runs": len(runs),
         "seconds": median(seconds),
         "wall": median(r["wall"] for r in runs),
+        "cpu": median(r["cpu"] for r in runs),
         "bytes_out": runs[0]["bytes_out"],
         "peak": max(r["peak"] for r in runs),
         "peak_anon": max(r["peak_anon"] for r in runs),

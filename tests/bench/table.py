@@ -8,7 +8,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("path", "GB/s", "peer", "ratio", "wall s", "peer", "peak GB", "anon", "peer", "anon", "ratio")
+COLUMNS = (
+    "path",
+    "GB/s",
+    "peer",
+    "ratio",
+    "wall s",
+    "peer",
+    "cpu s",
+    "peer",
+    "peak GB",
+    "anon",
+    "peer",
+    "anon",
+    "ratio",
+)
 
 
 def show(result: dict) -> None:
@@ -34,11 +48,24 @@ def show(result: dict) -> None:
 def _cells(row: dict) -> list[str]:
     """The columns after the path; the rate first, then time, then memory, each beside the peer's."""
     ours, peer = row["quantkit"], row.get("peer")
-    cells = [f"{ours['gb_per_s']:.2f}", "", "", f"{ours['wall']:.1f}", "", *_memory(ours), "", "", ""]
+    cells = [
+        f"{ours['gb_per_s']:.2f}",
+        "",
+        "",
+        f"{ours['wall']:.1f}",
+        "",
+        f"{ours['cpu']:.1f}",
+        "",
+        *_memory(ours),
+        "",
+        "",
+        "",
+    ]
     if peer:
         cells[1:3] = [f"{peer['gb_per_s']:.3f}", f"{row['ratio']:.1f}x"]
         cells[4] = f"{peer['wall']:.1f}"
-        cells[7:] = [*_memory(peer), f"{row['memory_ratio']:.2f}x"]
+        cells[6] = f"{peer['cpu']:.1f}"
+        cells[9:] = [*_memory(peer), f"{row['memory_ratio']:.2f}x"]
     return cells
 
 
