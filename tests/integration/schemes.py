@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from families import FAMILIES
+from families import FAMILIES, read_config, write_config
 
 LINEAR = "[attention, dense_mlp, shared_experts, routed_experts]"
 
@@ -56,28 +56,45 @@ EXPERT_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nvfp4-experts": ("nvfp4-experts", ()),
     "mxfp4-experts": ("mxfp4-experts", ()),
     "modelopt-nvfp4-experts": ("nvfp4-experts", ("--format", "modelopt")),
+    "gptoss-mxfp4": ("mxfp4-experts", ("--format", "mxfp4")),
     "mixed": (mixed("routed_experts"), ()),
 }
 DENSE = ("llama", "llama_tied", "qwen2", "qwen3", "gemma2", "phi3")
-MOE = (
-    "qwen2_moe", "qwen3_moe", "mixtral", "minimax_m2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa",
-)  # fmt: skip
-_LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")  # their head sizes divide as they are
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")  # their head sizes divide as they are
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", *LATENT, "kimi")
+
+
+def _kimi(folder: Path) -> Path:
+    """Kimi with the configuration of the vision tower that the tiny model has."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "pos_emb_height": 8, "pos_emb_width": 8}
+    FAMILIES["kimi"](folder)
+    vision = sizes | {"num_attention_heads": 4, "num_hidden_layers": 1}
+    write_config(folder, read_config(folder) | {"vision_config": vision})
+    return folder
+
 
 SOURCES: dict[str, Callable[[Path], Path]] = {
-    name: FAMILIES[name] if name in _LATENT else partial(FAMILIES[name], head_dim=64) for name in (*DENSE, *MOE)
+    **{name: partial(FAMILIES[name], head_dim=64) for name in (*DENSE, *MOE) if name not in (*LATENT, "kimi")},
+    **{name: FAMILIES[name] for name in (*LATENT, "gpt_oss")},
+    "deepseek_v3": partial(FAMILIES["deepseek_v3"], kv_lora_rank=512),  # the only latent size that vLLM's CPU attention has
+    "kimi": _kimi,
 }
 # keys of the published config.json that transformers does not write
 SOURCES["minimax_m2"] = partial(SOURCES["minimax_m2"], rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True)
 
-CASES = [(family, name) for family in DENSE for name in FORMATS] + [
-    (family, name) for family in MOE for name in {**FORMATS, **EXPERT_FORMATS}
+# vLLM's ModelOpt method for experts in FP8 knows one scale a tensor only; gpt-oss has a format of its own
+_ELSEWHERE = ("modelopt-fp8-channel", "modelopt-fp8-block", "gptoss-mxfp4")
+
+CASES = [
+    *((family, name) for family in DENSE for name in FORMATS),
+    *((family, name) for family in MOE for name in {**FORMATS, **EXPERT_FORMATS} if name not in _ELSEWHERE),
+    ("gpt_oss", "gptoss-mxfp4"),
 ]
 
 
 def options(folder: Path, family: str, name: str) -> tuple[str, ...]:
     """The options of `quantkit quantize` for one case; a recipe of this file is written into `folder`."""
-    chosen, more = EXPERT_FORMATS[name] if family in MOE and name in EXPERT_FORMATS else FORMATS[name]
+    chosen, more = EXPERT_FORMATS[name] if family not in DENSE and name in EXPERT_FORMATS else FORMATS[name]
     if "\n" in chosen:
         path = folder / f"{name}.yaml"
         path.write_text(chosen)

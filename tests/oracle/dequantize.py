@@ -6,7 +6,7 @@ and FP8 blocks with `weight_scale_inv`. The meaning of each format follows the e
     INT4     (code - 8) * scale             eight codes in an int32, the lowest nibble first
     NVFP4    e2m1 * scale / global          compressed-tensors: the global is a divisor
     NVFP4    e2m1 * scale * global          ModelOpt: `weight_scale_2` is a multiplier
-    MXFP4    e2m1 * 2^(byte - 127)
+    MXFP4    e2m1 * 2^(byte - 127)          gpt-oss: `<name>_blocks` [E, O, I/32, 16] and `<name>_scales`, kept as [E, I, O]
     FP8      e4m3 * scale                   one scale for the tensor, a row, or a block of the size that config.json names
 
 The products are formed in float64, where all but the NVFP4 quotient are exact, and rounded once. O outputs, I inputs,
@@ -37,7 +37,13 @@ def dequantize(folder: Path) -> dict[str, Tensor]:
     out = {}
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
-        if part in (*PARTS, *UNUSED):
+        if name.endswith("_blocks"):
+            exponent = torch.exp2(stored[name.replace("_blocks", "_scales")].double() - 127)
+            values_EOGg = E2M1[nibbles(tensor, 2)] * exponent[..., None]
+            out[name.removesuffix("_blocks")] = values_EOGg.flatten(-2).transpose(1, 2).float()
+        elif name.endswith("_scales"):
+            continue
+        elif part in (*PARTS, *UNUSED):
             modules.setdefault(module, {})[part] = tensor
         else:
             out[name] = tensor.float()

@@ -1,8 +1,8 @@
 """Runs inside vLLM's environment: loads checkpoints with vLLM's own loader, reports what happened, or generates.
 
-    PYTHON worker.py < jobs.json > results.json          PYTHON is the python of vLLM's environment
+    PYTHON worker.py             PYTHON is the python of vLLM's environment
 
-A job is an object; the answer is the list of results in the same order, each with `error` when the job failed.
+Each line of the input is a job, a JSON object; each gets a line with its result, which has `error` when the job failed.
 
     {"task": "load", "folder": F, "twin": T}             what the loader used and filled (see watch.py); with a twin (an
                                                          unquantised checkpoint) also which weights differ from it
@@ -10,6 +10,7 @@ A job is an object; the answer is the list of results in the same order, each wi
                                                          N greedy tokens for each prompt, each with the five best
                                                          [token, log probability]; `as_is` uses vLLM's own kernels, otherwise
                                                          every quantised layer is dequantised at load (see dense.py)
+    {"task": "operators", "names": [...]}                which of these operators this build of vLLM has on this CPU
 
 vLLM is imported once; each job runs in a fork of this process, so that no job sees another's state.
 """
@@ -30,6 +31,7 @@ from typing import Any
 LIMIT = 300  # seconds for one job
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile a line of its sampler, for seconds, in every process
     "OMP_NUM_THREADS": "1",  # more would wait for each other at every small layer of these models
     "VLLM_CPU_INT4_W4A8": "0",  # weights only, as on a GPU: the CPU build would round activations to 8 bits
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -42,11 +44,20 @@ ENGINE = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 4, "enforce
 DENSE = "dense"  # the load format of the loader below
 
 
-def prepare(jobs: list[dict[str, Any]], asked: list[str]) -> None:
-    """Import everything once: vLLM, the classes of the models, and the loader that watches."""
-    from vllm import ModelRegistry
+def prepare(asked: list[str]) -> None:
+    """Import vLLM, once, and register the loader that watches."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # ask Linux for the tiles: vLLM's attention uses them without, an illegal instruction
+
+    from vllm import LLM
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    assert LLM
+    assert CPUWorker  # both imported for the children: hundreds of modules
 
     import dense
     import watch
@@ -74,14 +85,15 @@ def prepare(jobs: list[dict[str, Any]], asked: list[str]) -> None:
             type(self).last = report
 
     register_model_loader(DENSE)(DenseLoader)
-    for architecture in {architecture_of(job[key]) for job in jobs for key in ("folder", "twin") if job.get(key)}:
-        model = ModelRegistry.models.get(architecture)
-        if model is not None:  # inspected here, vLLM would start a process for it
-            ModelRegistry.register_model(architecture, model.load_model_cls())
 
+def register_model(folder: str) -> None:
+    """Import the model class of a checkpoint in this process; vLLM would start another, for seconds, to inspect it."""
+    from vllm import ModelRegistry
 
-def architecture_of(folder: str) -> str:
-    return json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
+    architecture = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
+    model = ModelRegistry.models.get(architecture)
+    if model is not None:
+        ModelRegistry.register_model(architecture, model.load_model_cls())
 
 
 def load(job: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +152,18 @@ def greedy(job: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": tokens, "best": best, "build_s": built - start, "generate_s": time.time() - built}
 
 
+def operators(job: dict[str, Any]) -> dict[str, Any]:
+    """Which operators this build has: vLLM's wheel has fewer for a CPU without AVX-512."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return {"has": [name for name in job["names"] if hasattr(torch.ops._C, name)]}
+
+
+TASKS = {"load": load, "greedy": greedy, "operators": operators}
+
+
 def forked(job: dict[str, Any], asked: list[str]) -> dict[str, Any]:
     """Run one job in a child process; its result, or an `error` that says how it ended."""
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +173,7 @@ def forked(job: dict[str, Any], asked: list[str]) -> dict[str, Any]:
         if child == 0:
             signal.alarm(LIMIT)
             try:
-                result = {"load": load, "greedy": greedy}[job["task"]](job)
+                result = TASKS[job["task"]](job)
             except BaseException as error:
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"}
@@ -162,13 +186,17 @@ def forked(job: dict[str, Any], asked: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     os.environ.update(SETTINGS)
-    answer = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints goes to stderr
-    jobs = json.load(sys.stdin)
     asked: list[str] = []
-    prepare(jobs, asked)
-    json.dump([forked(job, asked) for job in jobs], answer)
-    answer.close()
+    prepare(asked)
+    for line in sys.stdin:
+        job = json.loads(line)
+        for key in ("folder", "twin"):
+            if job.get(key):
+                register_model(job[key])
+        answers.write(json.dumps(forked(job, asked)) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

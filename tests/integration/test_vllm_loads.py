@@ -1,0 +1,55 @@
+"""vLLM's own loader takes every checkpoint that quantkit writes: nothing left over, nothing half filled, the right values.
+
+For each family and format: quantise a tiny model, let vLLM build and load it, and look at what its loader did. Then
+dequantise each layer from the parameters that vLLM loaded, and compare all of vLLM's weights with those of the twin that the
+oracle dequantised from the files, loaded by the same vLLM: they must be equal bit for bit. A swapped gate and up, experts in
+the wrong order, a scale taken for its inverse or a layer that the ignore list names wrongly all end here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from integration.checkpoints import quantise, write_twin
+from integration.engine import Engine
+from integration.schemes import CASES, options
+
+pytestmark = pytest.mark.vllm
+
+# Parameters that vLLM makes room for and these checkpoints have nothing for:
+NOT_STORED = re.compile(
+    r"attn\.([qkv]|prob)_(scale|zero_point)$"  # scales of the KV cache
+    r"|\.(w13_|w2_)?input_(global_)?scale$"  # activation scales, which weight-only schemes do not use
+)
+# Each shard of a fused layer has its own, where vLLM keeps one: the shapes, which it does not read, and the static input
+# scale of gate and up, which it refuses when they differ.
+SEVERAL = re.compile(r"\.(w13_|w2_)?weight_shape$|\.w13_input_scale$")
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value)
+def test_loads(family: str, name: str, source: Callable[[str], Path], room: Path, vllm: Engine) -> None:
+    plain = source(family)
+    written = quantise(plain, room / "out", *options(room, family, name))
+    twin = write_twin(plain, written, room / "twin")
+
+    result = vllm.run(task="load", folder=written, twin=twin)
+
+    assert "error" not in result, result["error"]
+    later = draft_layers(plain)
+    assert [n for n in result["not_consumed"] if not n.startswith(later)] == []
+    assert [n for n, *_ in result["half_filled"] if not NOT_STORED.search(n)] == []
+    assert [n for n in result["written_twice"] if not SEVERAL.search(n)] == []
+    assert result["differ"] == []
+    assert [n for n in result["extra"] if not NOT_STORED.search(n)] == []
+    assert result["dense"], "vLLM built no quantised layer"
+
+
+def draft_layers(folder: Path) -> tuple[str, ...]:
+    """Prefixes of the layers that vLLM leaves to the draft model of speculative decoding."""
+    config = json.loads((folder / "config.json").read_text())
+    count = config.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{config['num_hidden_layers'] + i}." for i in range(count))
