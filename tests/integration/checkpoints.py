@@ -17,6 +17,7 @@ from oracle.dequantize import dequantize, read
 from quantkit.quantize.cli.main import app, run_app
 from safetensors.torch import save_file
 
+
 def cache_folder() -> Path:
     """Where the real model is kept between runs: QUANTKIT_CACHE, or a folder in the user's cache."""
     return Path(os.environ.get("QUANTKIT_CACHE") or Path.home() / ".cache" / "quantkit")

@@ -22,7 +22,7 @@ class Engine:
             f"{VARIABLE} must name the python of an environment with vLLM: make one with "
             "`tests/integration/make_vllm_venv.sh DIR` and set it to DIR/bin/python, or leave these tests out: -m 'not vllm'"
         )
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             [python, str(WORKER)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
         )

@@ -17,14 +17,13 @@ LINEAR = "[attention, dense_mlp, shared_experts, routed_experts]"
 
 def recipe(*rules: str, format: str) -> str:
     """A recipe of `rules`, the rest kept, in one output format."""
-    return "\n".join(["weights:", *rules, '  - {match: {role: "*"}, keep: true}', f"outputs: [{{format: {format}}}]", ""])
+    rest = '  - {match: {role: "*"}, keep: true}'
+    return "\n".join(["weights:", *rules, rest, f"outputs: [{{format: {format}}}]", ""])
 
 
 def every(scheme: str, *, format: str = "compressed-tensors", more: str = "") -> str:
     """A recipe that quantises every linear layer but kv_b to one scheme."""
-    return recipe(
-        f"  - {{match: {{role: {LINEAR}, except: [attention.kv_b]}}, scheme: {scheme}{more}}}", format=format
-    )
+    return recipe(f"  - {{match: {{role: {LINEAR}, except: [attention.kv_b]}}, scheme: {scheme}{more}}}", format=format)
 
 
 def mixed(role: str) -> str:
@@ -39,6 +38,8 @@ def mixed(role: str) -> str:
 # name: (recipe, shipped by that name or in full; options)
 FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "int4": ("int4", ("--group", "64")),
+    "int4a": (every("int4a-g64"), ()),
+    "int4-channel": (every("int4-channel"), ()),
     "nvfp4": ("nvfp4", ()),
     "mxfp4": (every("mxfp4"), ()),
     "fp8-channel": ("fp8-channel", ()),
@@ -57,6 +58,7 @@ EXPERT_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mxfp4-experts": ("mxfp4-experts", ()),
     "modelopt-nvfp4-experts": ("nvfp4-experts", ("--format", "modelopt")),
     "gptoss-mxfp4": ("mxfp4-experts", ("--format", "mxfp4")),
+    "int4-mtp": (every("int4-g64").replace("role: [", "role: [mtp.routed_experts, "), ()),
     "mixed": (mixed("routed_experts"), ()),
 }
 DENSE = ("llama", "llama_tied", "qwen2", "qwen3", "gemma2", "phi3")
@@ -76,19 +78,26 @@ def _kimi(folder: Path) -> Path:
 SOURCES: dict[str, Callable[[Path], Path]] = {
     **{name: partial(FAMILIES[name], head_dim=64) for name in (*DENSE, *MOE) if name not in (*LATENT, "kimi")},
     **{name: FAMILIES[name] for name in (*LATENT, "gpt_oss")},
-    "deepseek_v3": partial(FAMILIES["deepseek_v3"], kv_lora_rank=512),  # the only latent size that vLLM's CPU attention has
+    "deepseek_v3": partial(FAMILIES["deepseek_v3"], kv_lora_rank=512),  # the one size that vLLM's CPU attention has
     "kimi": _kimi,
 }
 # keys of the published config.json that transformers does not write
 SOURCES["minimax_m2"] = partial(SOURCES["minimax_m2"], rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True)
 
-# vLLM's ModelOpt method for experts in FP8 knows one scale a tensor only; gpt-oss has a format of its own
-_ELSEWHERE = ("modelopt-fp8-channel", "modelopt-fp8-block", "gptoss-mxfp4")
+# vLLM's ModelOpt method for experts in FP8 knows one scale a tensor only, its CPU method for INT4 experts groups only;
+# gpt-oss has a format of its own
+_ELSEWHERE = ("int4-channel", "modelopt-fp8-channel", "modelopt-fp8-block", "gptoss-mxfp4", "int4-mtp")
 
 CASES = [
     *((family, name) for family in DENSE for name in FORMATS),
     *((family, name) for family in MOE for name in {**FORMATS, **EXPERT_FORMATS} if name not in _ELSEWHERE),
     ("gpt_oss", "gptoss-mxfp4"),
+]
+
+DRAFT_CASES = [
+    (family, name)
+    for family in ("glm4_moe", "deepseek_v32", "glm_moe_dsa")
+    for name in ("int4", "int4-mtp", "nvfp4-experts", "mixed", "fp8", "modelopt-nvfp4", "modelopt-nvfp4-experts")
 ]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from integration.checkpoints import quantise, write_twin
 from integration.engine import Engine
-from integration.schemes import CASES, options
+from integration.schemes import CASES, DRAFT_CASES, options
 
 pytestmark = pytest.mark.vllm
 
@@ -46,6 +46,27 @@ def test_loads(family: str, name: str, source: Callable[[str], Path], room: Path
     assert result["differ"] == []
     assert [n for n in result["extra"] if not NOT_STORED.search(n)] == []
     assert result["dense"], "vLLM built no quantised layer"
+
+
+@pytest.mark.parametrize(("family", "name"), DRAFT_CASES, ids=lambda value: value)
+def test_draft_loads(family: str, name: str, source: Callable[[str], Path], room: Path, vllm: Engine) -> None:
+    """The layers that `test_loads` leaves out: multi-token prediction, as vLLM's draft model loads it."""
+    plain = source(family)
+    written = quantise(plain, room / "out", *options(room, family, name))
+    twin = write_twin(plain, written, room / "twin")
+
+    result = vllm.run(task="load", folder=written, twin=twin, draft=True)
+
+    assert "error" not in result, result["error"]
+    later = draft_layers(plain)
+    assert [n for n in result["not_consumed"] if n.startswith(later)] == []
+    # GLM's layer has no head of its own: vLLM makes room for one, and takes the model's after loading
+    head = {f"{prefix}shared_head.head.weight" for prefix in later} if family == "glm_moe_dsa" else set()
+    assert {n for n, *_ in result["half_filled"] if not NOT_STORED.search(n)} == head
+    assert set(result["differ"]) <= head
+    assert [n for n in result["extra"] if not NOT_STORED.search(n)] == []
+    experts = [n for n in result["dense"] if n.endswith("experts.routed_experts")]
+    assert bool(experts) == (name == "int4-mtp"), "these recipes keep the layer as published, but for one"
 
 
 def draft_layers(folder: Path) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Reads what quantkit exports, from the files alone: compressed-tensors INT4, NVFP4, MXFP4 and FP8, ModelOpt NVFP4 and FP8,
 and FP8 blocks with `weight_scale_inv`. The meaning of each format follows the engines that load it:
 
-    INT4     (code - 8) * scale             eight codes in an int32, the lowest nibble first
+    INT4     (code - zero) * scale          eight codes in an int32, the lowest nibble first; zeros, where they are stored
+                                            (8 otherwise), packed the same way along the outputs
     NVFP4    e2m1 * scale / global          compressed-tensors: the global is a divisor
     NVFP4    e2m1 * scale * global          ModelOpt: `weight_scale_2` is a multiplier
     MXFP4    e2m1 * 2^(byte - 127)          gpt-oss: `<name>_blocks` [E, O, I/32, 16] and `<name>_scales`, kept as [E, I, O]
@@ -23,7 +24,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-PARTS = ("weight_packed", "weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+PARTS = (
+    "weight_packed", "weight_zero_point", "weight", "weight_scale", "weight_scale_inv", "weight_scale_2",
+    "weight_global_scale",
+)  # fmt: skip
 UNUSED = ("weight_shape", "input_scale")  # what the codes do not need
 
 
@@ -88,10 +92,15 @@ def weight(module: str, parts: dict[str, Tensor], block: tuple[int, int]) -> Ten
             return parts["weight"].double()
         case {"weight_packed": torch.int32, "weight_scale": _, **rest} if not rest:
             return spread(nibbles(parts["weight_packed"], 8) - 8, parts["weight_scale"])
-        case {"weight_packed": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_global_scale": _, **rest} if not rest:
+        case {"weight_packed": torch.int32, "weight_scale": _, "weight_zero_point": torch.int32}:
+            codes_OI = nibbles(parts["weight_packed"], 8)
+            zeros_OG = nibbles(parts["weight_zero_point"].T, 8).T
+            each = codes_OI.shape[1] // zeros_OG.shape[1]
+            return spread(codes_OI - zeros_OG.repeat_interleave(each, dim=1), parts["weight_scale"])
+        case {"weight_packed": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_global_scale": _}:
             product = spread(E2M1[nibbles(parts["weight_packed"], 2)], parts["weight_scale"])
             return product / parts["weight_global_scale"].double()
-        case {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": _, **rest} if not rest:
+        case {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": _}:
             return spread(E2M1[nibbles(parts["weight"], 2)], parts["weight_scale"]) * parts["weight_scale_2"].double()
         case {"weight_packed": torch.uint8, "weight_scale": torch.uint8, **rest} if not rest:
             exponent = torch.exp2(parts["weight_scale"].double() - 127)

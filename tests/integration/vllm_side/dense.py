@@ -124,8 +124,12 @@ def meaning(name: str, part: dict[str, Tensor], layer: nn.Module) -> Tensor:
     packed = part.get("weight_packed", part.get("weight"))
     assert packed is not None, f"{name}: no codes among {sorted(part)}"
     if packed.dtype == torch.int32:
-        assert "weight_zero_point" not in part, f"{name}: asymmetric"
-        return _groups(_codes(packed, 8) - 8, part["weight_scale"])
+        codes_EOI, zeros = _codes(packed, 8), part.get("weight_zero_point")
+        if zeros is None:
+            return _groups(codes_EOI - 8, part["weight_scale"])
+        zeros_EOG = _codes(zeros.transpose(-1, -2), 8).transpose(-1, -2)  # packed along the outputs
+        each = codes_EOI.shape[-1] // zeros_EOG.shape[-1]
+        return _groups(codes_EOI - zeros_EOG.repeat_interleave(each, -1), part["weight_scale"])
     if packed.dtype == torch.uint8 and part["weight_scale"].dtype == torch.uint8:
         return _groups(E2M1[_codes(packed, 2)], torch.exp2(part["weight_scale"].double() - 127))
     if packed.dtype == torch.uint8:

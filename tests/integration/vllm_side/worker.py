@@ -4,8 +4,10 @@
 
 Each line of the input is a job, a JSON object; each gets a line with its result, which has `error` when the job failed.
 
-    {"task": "load", "folder": F, "twin": T}             what the loader used and filled (see watch.py); with a twin (an
-                                                         unquantised checkpoint) also which weights differ from it
+    {"task": "load", "folder": F, "twin": T, "draft": true}
+                                                         what the loader used and filled (see watch.py), and which weights
+                                                         differ from those of the twin, an unquantised checkpoint; `draft`
+                                                         loads the draft model of speculative decoding, its MTP layers
     {"task": "greedy", "folder": F, "prompts": [[ids]], "tokens": N, "as_is": true}
                                                          N greedy tokens for each prompt, each with the five best
                                                          [token, log probability]; `as_is` uses vLLM's own kernels, otherwise
@@ -26,7 +28,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 LIMIT = 300  # seconds for one job
 SETTINGS = {
@@ -67,7 +69,7 @@ def prepare(asked: list[str]) -> None:
     class DenseLoader(DefaultModelLoader):
         """vLLM's loader, watched; then every quantised layer is dequantised."""
 
-        last: dict[str, Any] = {}
+        last: ClassVar[dict[str, Any]] = {}
         seen: watch.Watch
 
         def __init__(self, load_config: Any) -> None:
@@ -86,6 +88,7 @@ def prepare(asked: list[str]) -> None:
 
     register_model_loader(DENSE)(DenseLoader)
 
+
 def register_model(folder: str) -> None:
     """Import the model class of a checkpoint in this process; vLLM would start another, for seconds, to inspect it."""
     from vllm import ModelRegistry
@@ -100,34 +103,35 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
     """Load `folder` as vLLM does, say what its loader did; compare with `twin` loaded the same way."""
     import torch
 
+    draft = bool(job.get("draft"))
     result: dict[str, Any] = {}
-    weights = load_model(job["folder"], result)
-    if job.get("twin"):
-        twin = load_model(job["twin"], {})
-        result["compared"] = len(twin)
-        result["extra"] = sorted(set(weights) - set(twin))
-        result["differ"] = [n for n in sorted(twin) if n not in weights or not torch.equal(weights[n], twin[n])]
+    weights = load_model(job["folder"], draft, result)
+    twin = load_model(job["twin"], draft, {})
+    result["extra"] = sorted(set(weights) - set(twin))
+    result["differ"] = [n for n in sorted(twin) if n not in weights or not torch.equal(weights[n], twin[n])]
     return result
 
 
-def load_model(folder: str, result: dict[str, Any]) -> dict[str, Any]:
+def load_model(folder: str, draft: bool, result: dict[str, Any]) -> dict[str, Any]:
     """The parameters, by name, of a model that vLLM built and loaded; its report goes to `result`."""
     import torch
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.distributed import parallel_state
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    config = EngineArgs(model=folder, skip_tokenizer_init=True, load_format=DENSE, **ENGINE).create_engine_config()
+    more = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}} if draft else {}
+    arguments = EngineArgs(model=folder, skip_tokenizer_init=True, load_format=DENSE, **ENGINE, **more)
+    config = arguments.create_engine_config()
+    model_config = config.speculative_config.draft_model_config if draft else config.model_config
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         if not parallel_state.model_parallel_is_initialized():
             init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/rendezvous", 0, backend="gloo")
             ensure_model_parallel_initialized(1, 1)
         loader = get_model_loader(config.load_config)
-        model = loader.create_model(config, config.model_config)
-        loader.load_weights(model, config.model_config)
+        model = loader.create_model(config, model_config)
+        loader.load_weights(model, model_config)
     result.update(type(loader).last)
     result["quantization"] = config.model_config.quantization
     return dict(model.named_parameters())
