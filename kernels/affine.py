@@ -5,6 +5,7 @@ Sources: compressed-tensors for the default scales; the signed full-range scale 
 of a scale to given codes is in every book on scalar quantisation.
 
     plain          scale = max |w| / 7.5
+    signed         scale = max |w| / 8 with the sign that puts that weight at code -8, where that beats `plain`
     searched       the signed scale of least squared error, where that beats `plain`
     plain_asym     scale = (max - min) / 15 with 0 inside, zero = round(-8 - min / scale), before the scale is rounded
     searched_asym  the best of `plain_asym` with both ends drawn in by 0, 5, ... 35 %
@@ -34,17 +35,30 @@ def plain(w_OI: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return _codes(w_OGN, scale_OG.float()).flatten(1), scale_OG
 
 
+def signed(w_OI: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `plain`, with the largest weight at code -8 where that has the smaller error."""
+    w_OGN = _groups(w_OI, group)
+    largest_OG = w_OGN.abs().amax(2)
+    factor_OG = 2.0**14 / largest_OG.clamp(min=SMALLEST)
+    factor_OG = torch.where(w_OGN.amax(2) == largest_OG, -factor_OG, factor_OG)
+    return _keep_better(w_OGN, (2048.0 / factor_OG.double()).float(), dtype)
+
+
 def searched(w_OI: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `plain`, with a signed scale where its error is smaller, both as stored."""
     w_OGN = _groups(w_OI, group)
-    plain_OG = _plain_scale(w_OGN, dtype)
     largest_OG = w_OGN.abs().amax(2)
     factor_OG = 2.0**14 / largest_OG.clamp(min=SMALLEST)
     factor_OG = torch.where(w_OGN.amax(2) == largest_OG, -factor_OG, factor_OG)
     best_OG = _search((w_OGN * factor_OG[..., None]).round())
-    scale_OG = _stored((best_OG / factor_OG.double()).float(), dtype)
+    return _keep_better(w_OGN, (best_OG / factor_OG.double()).float(), dtype)
+
+
+def _keep_better(w_OGN: Tensor, found_OG: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and stored scales: the scale found, or the plain one where that is as good, both as stored."""
+    plain_OG, scale_OG = _plain_scale(w_OGN, dtype), _stored(found_OG, dtype)
     better_OG = _error(w_OGN, scale_OG.float()) < _error(w_OGN, plain_OG.float()) * BETTER
-    scale_OG = torch.where(better_OG & (largest_OG >= SMALLEST), scale_OG, plain_OG)
+    scale_OG = torch.where(better_OG & (w_OGN.abs().amax(2) >= SMALLEST), scale_OG, plain_OG)
     return _codes(w_OGN, scale_OG.float()).flatten(1), scale_OG
 
 

@@ -112,12 +112,13 @@ def _pack(q_I: U8, codes_B: U8) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def quantize_int4(
-    w_RI: F32, group: int, search: bool, half: bool, codes_RB: U8, scale_RG: U16, sq_err_R: F64, sq_norm_R: F64
+    w_RI: F32, group: int, method: int, half: bool, codes_RB: U8, scale_RG: U16, sq_err_R: F64, sq_norm_R: F64
 ) -> int:
     """Symmetric INT4 of a chunk of rows; the first row with a NaN or infinity (nothing else is valid then), else -1.
 
     group     inputs that share a scale: even and a divisor of the inputs, or all of them (one scale a row)
-    search    look for the best signed scale instead of taking max |w| / 7.5
+    method    0 plain: max |w| / 7.5; 1 signed: the largest weight at code -8, so it is not clipped; 2 search: the best
+              signed scale. Both fall back to plain where that has the smaller error
     half      store scales as float16 instead of bfloat16
     codes_RB  out, [rows, ceil(inputs / 8) * 4] packed nibbles
     scale_RG  out, bits of the stored scales
@@ -150,14 +151,16 @@ def quantize_int4(
             factor = -factor if high == largest else factor
             norm = to_integers(x_I, start, size, unit, error_I)
             sq_norm_R[r] += norm / (np.float64(unit) * np.float64(unit))
-            if search:
+            if method == 2:
                 to_integers(x_I, start, size, factor, integer_I)
+            best_G[g] = INTEGER / np.float32(8)  # in units of the integers, of which the largest magnitude is -INTEGER
             stored = _stored_bits(largest / np.float32(7.5) if largest > 0 else np.float32(1), half)
             error_G[g] = _codes(x_I, start, size, _stored_value(stored, half), zero, unit, q_I, error_I)
             scale_RG[r, g] = stored
             largest_G[g], factor_G[g], unit_G[g] = largest, factor, unit
-        if search:
+        if method == 2:
             best_scales(integer_I, size, score_G, best_G, centre_G)
+        if method > 0:
             for g in range(groups):
                 start = np.uint64(g) * size
                 stored = _stored_bits(np.float32(best_G[g] / np.float64(factor_G[g])), half)

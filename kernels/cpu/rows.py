@@ -21,9 +21,9 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 
-# methods of each element type, the default last; a number is what the kernel of NVFP4 calls it
+# methods of each element type, the default last; kernels call them by number. INT4 with zero points has no `signed`.
 METHODS: dict[str, tuple[str, ...]] = {
-    "int4": ("plain", "search"),
+    "int4": ("plain", "signed", "search"),
     "nvfp4": ("plain", "four-over-six", "sweep"),
     "mxfp4": ("plain", "search"),
     "fp8": ("plain",),
@@ -117,7 +117,8 @@ def quantize_rows(w_RI: F32, scheme: QuantScheme, method: str, shared: float | N
     if kind == "int4":
         group = _group(scheme, w_RI)
         if out.zero is None:
-            return int(int4.quantize_int4(w_RI, group, searched, half, out.codes, out.scale, *stats))
+            number = METHODS[kind].index(method)
+            return int(int4.quantize_int4(w_RI, group, number, half, out.codes, out.scale, *stats))
         return int(int4.quantize_int4_asym(w_RI, group, searched, half, out.codes, out.scale, out.zero, *stats))
     if kind == "nvfp4":
         scale_2 = global_scale(scheme, float(shared or 0.0))

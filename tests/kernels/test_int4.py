@@ -39,7 +39,7 @@ def weights(shape, spread="normal", seed=0):
     return w * np.exp(8 * rng.standard_normal(shape)).astype(np.float32) if spread == "wild" else w
 
 
-def run(w, group, kind="bf16", search=False, asym=False):
+def run(w, group, kind="bf16", search=False, asym=False, signed=False):
     """Codes int8, scales float32 and bits, zeros, sums; from the kernel."""
     rows, inputs = w.shape
     groups = inputs // group
@@ -50,7 +50,7 @@ def run(w, group, kind="bf16", search=False, asym=False):
     if asym:
         bad = int4.quantize_int4_asym(w, group, search, half, nibbles, scale, zero, *sums)
     else:
-        bad = int4.quantize_int4(w, group, search, half, nibbles, scale, *sums)
+        bad = int4.quantize_int4(w, group, 1 if signed else 2 * search, half, nibbles, scale, *sums)
     assert bad == -1
     value = np.empty(scale.shape, np.float32)
     (convert.f16_to_f32 if half else convert.bf16_to_f32)(scale, value)
@@ -77,12 +77,12 @@ def losses(w, group, value, zero):
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("method", ["plain", "searched", "plain_asym", "searched_asym"])
+@pytest.mark.parametrize("method", ["plain", "signed", "searched", "plain_asym", "searched_asym"])
 def test_kernels_equal_the_reference(method, shape, kind, spread):
     rows, inputs, group = shape
     w = weights((rows, inputs), spread)
     search, asym = method.startswith("searched"), method.endswith("asym")
-    codes, _, scale, zero, (err, norm) = run(w, group, kind, search, asym)
+    codes, _, scale, zero, (err, norm) = run(w, group, kind, search, asym, method == "signed")
     expected = getattr(affine, method)(torch.from_numpy(w), group, DTYPES[kind])
     np.testing.assert_array_equal(scale, expected[1].view(torch.int16).numpy().view(np.uint16))
     np.testing.assert_array_equal(codes, expected[0].numpy())
@@ -186,6 +186,23 @@ def test_the_longer_side_gets_code_minus_8(sign):
     assert (value[0, 0], err[0]) == (-sign * 0.25, 0)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+def test_signed_scales_keep_the_largest_weight_and_are_never_worse_than_plain(group):
+    w = weights((16, 512), "t3", seed=5)
+    codes, value, _, zero, _ = run(w, group, signed=True)
+    _, plain_value, _, _, _ = run(w, group)
+    assert (losses(w, group, value, zero) <= losses(w, group, plain_value, zero) * (1 + 1e-9)).all()
+    largest = np.abs(w.reshape(16, -1, group)).max(2)
+    signed = ~np.isclose(np.abs(value), largest / 7.5, rtol=2**-8)
+    assert signed.mean() > 0.5
+    np.testing.assert_allclose(np.abs(value)[signed], (largest / 8)[signed], rtol=2**-8)
+    lost = np.abs(w - codes * value.repeat(group, 1)).reshape(16, -1, group)
+    at = np.abs(w.reshape(16, -1, group)).argmax(2)[..., None]
+    of_largest = np.take_along_axis(lost, at, 2)[..., 0]
+    assert (of_largest[signed] <= largest[signed] * 2**-8).all()  # the rounding of the scale to bfloat16
+    assert (lost.max(2)[signed] <= np.abs(value)[signed] * 1.04).all()  # a weight of the other sign may end at 7 of 8
+
+
 def test_weights_on_a_plain_grid_come_back_exactly():
     q = np.random.default_rng(2).integers(-7, 8, (4, 256)).astype(np.float32)
     q[:, ::32] = -7.5  # the largest weight of each group: it rounds to -8 and is the one that loses
@@ -216,4 +233,4 @@ def test_the_first_row_that_is_not_finite_is_named(bad, asym):
         if asym:
             assert int4.quantize_int4_asym(w, 32, search, False, nibbles, scale, zero, *sums) == 4
         else:
-            assert int4.quantize_int4(w, 32, search, False, nibbles, scale, *sums) == 4
+            assert int4.quantize_int4(w, 32, 2 * search, False, nibbles, scale, *sums) == 4
