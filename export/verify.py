@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json
-from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
-from quantkit.kernels.elements import E4M3_VALUES, E8M0_VALUES
+from quantkit.export.sources.rows import scale_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +31,6 @@ class Check:
     def passed(self) -> bool:
         """No failure."""
         return not self.failures
-
-
-def scale_values(info: TensorInfo, reader: Reader) -> NDArray[np.float32]:
-    """A scale tensor as float32, flattened."""
-    raw = reader.read(info)
-    if info.dtype == "F32":
-        return raw.view(np.float32)
-    if info.dtype == "BF16":
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if info.dtype == "F16":
-        return raw.view(np.float16).astype(np.float32)
-    table = E4M3_VALUES if info.dtype == "F8_E4M3" else E8M0_VALUES
-    return np.asarray(table, np.float32)[raw]
 
 
 def check_files(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> list[Check]:
@@ -86,7 +71,7 @@ def check_scales(weights: Mapping[str, Weight], reader: Reader) -> Check:
             if info is None or weight.encoding == "plain":
                 continue
             seen += 1
-            values = scale_values(info, reader)
+            values = scale_values(info, reader.read(info))
             finite = np.isfinite(values)
             if not finite.all():
                 failures.append(f"{info.name}: {int((~finite).sum())} scales are not finite")
@@ -119,7 +104,7 @@ def check_fused(weights: Mapping[str, Weight], fused: Mapping[str, str], reader:
             infos = [w.parts[kind] for w in members if kind in w.parts]
             if not infos or (kind == "scale" and members[0].encoding != "fp8-tensor"):
                 continue
-            values = {float(scale_values(i, reader)[0]) for i in infos}
+            values = {float(scale_values(i, reader.read(i))[0]) for i in infos}
             if len(values) > 1:
                 failures.append(f"{key}: fused layers have different global scales: {sorted(values)}")
     return Check("fused sets share scheme and global scale", f"{len(sets)} sets", tuple(failures))

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
-from quantkit.export.sources.rows import Buffers, row_source
-from quantkit.export.verify import scale_values
+from quantkit.export.sources.rows import Buffers, row_source, scale_values
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
 from quantkit.kernels.cpu.convert import f32_to_bf16
@@ -253,7 +252,7 @@ def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[n
         return raw.view(np.uint16).reshape(info.shape)
     if scheme.element == "e2m1":
         return raw.reshape(math.prod(out.shape[:-1]), -1)
-    values = scale_values(info, reader)
+    values = scale_values(info, reader.read(info))
     if scheme.granularity == "tensor":
         return values[:1]
     rows = -(-out.shape[0] // BLOCK) if scheme.granularity == "block" else out.shape[0]
@@ -271,9 +270,9 @@ def _shared(out: Weight, scheme: QuantScheme, reader: Reader) -> tuple[float | N
     """(amax of the fused set that the stored global scale came from, NVFP4's multiplier)."""
     if scheme.has_global:
         kind = "multiplier" if "multiplier" in out.parts else "divisor"
-        value = np.float32(scale_values(out.parts[kind], reader)[0])
+        value = np.float32(scale_values(out.parts[kind], reader.read(out.parts[kind]))[0])
         multiplier = value if kind == "multiplier" else np.float32(1) / value
         return float(multiplier) * 448.0 * 6.0, float(multiplier)
     if scheme.granularity == "tensor":
-        return float(scale_values(out.parts["scale"], reader)[0]) * 448.0, None
+        return float(scale_values(out.parts["scale"], reader.read(out.parts["scale"]))[0]) * 448.0, None
     return None, None
