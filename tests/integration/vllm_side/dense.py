@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +26,9 @@ E2M1 = torch.cat([E2M1, -E2M1]).double()
 class MissingKernel:
     """What a layer holds instead of the kernel that does not exist here; it is never run."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
     def input_quant_key(self) -> None:
         return None
 
@@ -34,8 +36,9 @@ class MissingKernel:
 def allow_missing_kernels(asked: list[str]) -> None:
     """Let vLLM build layers for which it finds no kernel; `asked` gets what it said about each."""
     import vllm.model_executor.kernels.linear as linear
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, nvfp4
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp4, nvfp4
     from vllm.model_executor.layers.quantization import modelopt  # noqa: F401
+    from vllm.model_executor.layers.quantization import mxfp4 as gpt_oss  # noqa: F401
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (  # noqa: F401
         compressed_tensors_moe_w4a4_nvfp4,
@@ -46,8 +49,9 @@ def allow_missing_kernels(asked: list[str]) -> None:
     assert compressed_tensors
     for name in ("nvfp4", "mxfp4", "fp8", "wfp8_a16"):
         _stand_behind(getattr(linear, f"init_{name}_linear_kernel"), MissingKernel(), asked)
-    _stand_behind(linear.choose_mp_linear_kernel, SimpleNamespace, asked)
+    _stand_behind(linear.choose_mp_linear_kernel, MissingKernel, asked)
     _stand_behind(nvfp4.select_nvfp4_moe_backend, (nvfp4.NvFp4MoeBackend.EMULATION, None), asked)
+    _stand_behind(mxfp4.select_mxfp4_moe_backend, (mxfp4.Mxfp4MoeBackend.CPU, None), asked)
     _stand_behind(int_wna16.select_wna16_moe_backend, (int_wna16.WNA16MoEBackend.CPU, None), asked)
     _stand_behind(fp8.select_fp8_moe_backend, (fp8.Fp8MoeBackend.NONE, None), asked)
     _allow_sparse_attention(asked)
