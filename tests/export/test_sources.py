@@ -109,7 +109,12 @@ def test_quantised_again_with_the_rest_decoded(
     source: tuple[Path, dict[str, np.ndarray]], scheme: str, tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(source[0])
-    plan = make_plan(load_recipe(recipe_of(tmp_path, scheme)), checkpoint)
+    recipe = load_recipe(recipe_of(tmp_path, scheme))
+    if any(w.extra and w.scheme is not None and w.scheme.name == scheme for w in weights_of(checkpoint).values()):
+        with pytest.raises(QuantkitError, match="activation scales"):
+            make_plan(recipe, checkpoint)
+        return
+    plan = make_plan(recipe, checkpoint)
     run(plan, tmp_path / "o", jobs=2, memory=1 << 20)
     assert failures(tmp_path / "o", checkpoint) <= ({CARELESS} if any(t.fate == "pass" for t in plan.tasks) else set())
     weights = weights_of(open_checkpoint(tmp_path / "o"))
