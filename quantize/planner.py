@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,19 +13,11 @@ from quantkit.export.targets import with_fused_names
 from quantkit.kernels.errors import join_errors
 from quantkit.kernels.scheme import SCHEMES
 from quantkit.quantize.checks import check_engines, check_fused, check_shapes, tensor_parallel
-from quantkit.quantize.fates import Fates, as_fp8_block
+from quantkit.quantize.fates import Fates, as_fp8_block, natural_key
 from quantkit.quantize.layout import grouped, lay_out
 from quantkit.quantize.plan import Plan, Task
 from quantkit.quantize.recipe import Recipe
 from quantkit.quantize.roles import matches_role
-
-AUTO_GROUPS = (128, 64, 32)
-_NUMBERS = re.compile(r"(\d+)")
-
-
-def natural_key(name: str) -> list[str | int]:
-    """Sort key under which layer 10 follows layer 9."""
-    return [int(p) if i % 2 else p for i, p in enumerate(_NUMBERS.split(name))]
 
 
 def is_published(fates: Fates, tasks: Sequence[Task]) -> bool:
@@ -66,7 +57,22 @@ def _layers(fates: Fates, tasks: Sequence[Task]) -> tuple[list[Layer], list[str]
     if not heads:  # a tied head has no tensor, but it is a linear layer all the same
         embedding = next((n for n in fates.weights if fates.placed[n].role == "embedding"), "model.embed_tokens.weight")
         ignore.append(embedding.rpartition("model.embed")[0].removesuffix("model.") + "lm_head")
+    if fates.format_name == "modelopt":
+        ignore += [n for n in _mtp_heads(fates) if n not in ignore]
     return layers, with_fused_names(ignore)
+
+
+def _mtp_heads(fates: Fates) -> list[str]:
+    """Names under which engines build the head of an MTP layer, whether the checkpoint holds one or shares the model's.
+
+    vLLM's ModelOpt method quantises every head that is not excluded; it calls this one `head`, not `shared_head.head`.
+    """
+    stems = {}
+    for name, placed in fates.placed.items():
+        if placed.role.startswith("mtp.") and placed.layer is not None:
+            stem, found, _ = name.partition(f".{placed.layer}.")
+            stems[f"{stem}{found}"] = placed.layer
+    return [stem + head for stem in sorted(stems, key=natural_key) for head in ("head", "shared_head.head")]
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,17 +128,9 @@ def quantize_int4(
     bits_RI = w_RI.view(np.int32)
     q_I, trial_I = np.empty(inputs, np.uint8), np.empty(inputs, np.uint8)
     integer_I, error_I = np.empty(inputs, np.float32), np.empty(inputs, np.float32)
-    largest_G, factor_G, unit_G = (
-        np.empty(groups, np.float32),
-        np.empty(groups, np.float32),
-        np.empty(groups, np.float32),
-    )
-    error_G, best_G, score_G, centre_G = (
-        np.empty(groups),
-        np.empty(groups),
-        np.empty(groups),
-        np.empty(groups, np.int64),
-    )
+    largest_G, factor_G, unit_G = np.empty((3, groups), np.float32)
+    error_G, best_G, score_G = np.empty((3, groups))
+    centre_G = np.empty(groups, np.int64)
     for r in range(rows):
         x_I, bits_I = w_RI[r], bits_RI[r]
         sq_err_R[r], sq_norm_R[r] = 0.0, 0.0
