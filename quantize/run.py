@@ -130,7 +130,9 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
         _write_files(plan, work.checkpoint, measured)
         work.publish(out)
     except OSError as e:
-        raise _no_space(e, out) or e from e
+        raise _no_space(e, out) or QuantkitError(
+            f"cannot write the output: {e.strerror}", file=e.filename or out
+        ) from e
     finally:
         work.close()
     return Summary(plan.bytes_in, plan.bytes_out, seconds, resumed, measured)
@@ -241,6 +243,9 @@ def _write_files(plan: Plan, folder: Path, measured: Mapping[str, Measured]) -> 
         (folder / side).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(plan.source.folder / side, folder / side)
     files: dict[str, Any] = dict(plan.files)
+    if plan.format == "as published":
+        shutil.copyfile(plan.source.folder / "config.json", folder / "config.json")
+        del files["config.json"]
     if len(plan.shards) > 1:
         files[INDEX] = plan.index
     files[MANIFEST] = _manifest(plan, measured)
