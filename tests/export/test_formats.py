@@ -267,7 +267,12 @@ def test_four_bit_indexer_is_refused(tmp_path: Path) -> None:
 
 
 def test_modelopt_excludes_the_heads_of_mtp_layers_under_both_names(tmp_path: Path) -> None:
-    plan = plan_of(FAMILIES["glm4_moe"](tmp_path / "m"), tmp_path, "  - {match: {role: routed_experts}, scheme: nvfp4}\n", "modelopt")
+    plan = plan_of(
+        FAMILIES["glm4_moe"](tmp_path / "m"),
+        tmp_path,
+        "  - {match: {role: routed_experts}, scheme: nvfp4}\n",
+        "modelopt",
+    )
     layer = max(p.layer for p in plan.placed.values() if p.role.startswith("mtp.") and p.layer is not None)
     assert {f"model.layers.{layer}.head", f"model.layers.{layer}.shared_head.head"} <= set(plan.ignore)
     assert len(plan.ignore) == len(set(plan.ignore))
