@@ -61,7 +61,7 @@ def _no_space(error: OSError, out: Path) -> QuantkitError | None:
 def _open_shard(shard: Shard, folder: Path) -> int:
     """A shard at its full size, its header written.
 
-    Its space is not reserved: some file systems fill reserved space with zeros first, a tenth of the time of a fast run.
+    Its space is not reserved: some file systems fill what is reserved with zeros, a tenth of the time of a fast run.
     A disk that is too small was refused before (`_check_disk`); one that others fill shows when tensors are written.
     """
     path = folder / shard.name
