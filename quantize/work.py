@@ -9,6 +9,7 @@ Letters: R rows of a chunk, I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,13 +37,17 @@ class Measured(NamedTuple):
 def run_step(step: Step, target: Target) -> dict[str, Measured]:
     """Carry out the tasks of a step; returns what was measured of each quantised layer."""
     quantized = [t for t in step.tasks if t.fate == "quantize"]
+    sources = {t.name: _rows(t, target, target.buffers.part(i)) for i, t in enumerate(quantized)}
     shared: float | None = None
+    whole = False
     if any(t.scheme is not None and t.scheme.shares_scale for t in quantized):
-        shared = max(_amax(t, target) for t in quantized)
+        # the largest weight comes first: what fits is read once and held, what does not is read twice
+        whole = sum(t.weight.nbytes * t.share for t in quantized) <= target.memory // 2
+        shared = max(_amax(t, sources[t.name], whole, target) for t in quantized)
     measured = {}
     for task in step.tasks:
         if task.fate == "quantize":
-            measured[task.name] = _quantize(task, shared, target)
+            measured[task.name] = _quantize(task, sources[task.name], whole, shared, target)
         elif task.fate == "decode":
             _decode(task, target)
         else:
@@ -62,20 +67,25 @@ def _not_finite(task: Task, row: int) -> QuantkitError:
     )
 
 
-def _rows(task: Task, matrix: Matrix, target: Target) -> RowSource:
-    expert = matrix.expert if matrix.transposed else None
-    at = (matrix.rows, matrix.inputs, matrix.first_row, expert)
-    return row_source(matrix.weight, *at, target.reader, target.buffers)
-
-
-def _amax(task: Task, target: Target) -> float:
-    """Largest absolute weight of a layer."""
+def _rows(task: Task, target: Target, buffers: Buffers) -> RowSource:
     assert task.matrix is not None
     matrix = task.matrix
-    source = _rows(task, matrix, target)
+    expert = matrix.expert if matrix.transposed else None
+    at = (matrix.rows, matrix.inputs, matrix.first_row, expert)
+    return row_source(matrix.weight, *at, target.reader, buffers)
+
+
+def _blocks(matrix: Matrix, whole: bool, target: Target) -> Iterable[tuple[int, int]]:
+    return [(0, matrix.rows)] if whole else blocks_of(matrix.rows, matrix.inputs, target.memory)
+
+
+def _amax(task: Task, source: RowSource, whole: bool, target: Target) -> float:
+    """Largest absolute weight of a layer; `whole`: all of it is loaded, and stays."""
+    assert task.matrix is not None
+    matrix = task.matrix
     w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, 1), matrix.inputs), np.float32)
     amax = 0.0
-    for first, rows in blocks_of(matrix.rows, matrix.inputs, target.memory):
+    for first, rows in _blocks(matrix, whole, target):
         source.load(first, rows)
         for at, n in chunks_of(rows, matrix.inputs, 1):
             source.decode(first + at, n, w_RI[:n])
@@ -87,19 +97,19 @@ def _amax(task: Task, target: Target) -> float:
     return amax
 
 
-def _quantize(task: Task, shared: float | None, target: Target) -> Measured:
+def _quantize(task: Task, source: RowSource, whole: bool, shared: float | None, target: Target) -> Measured:
     assert task.matrix is not None
     assert task.scheme is not None
     matrix, scheme = task.matrix, task.scheme
     outs = {out.kind: out for out in task.outs}
     multiple = BLOCK if scheme.granularity == "block" else 1
-    source = _rows(task, matrix, target)
     w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, multiple), matrix.inputs), np.float32)
     sq_err_R = np.empty(matrix.rows, np.float64)  # summed over the whole matrix at once: independent of the blocks
     sq_norm_R = np.empty(matrix.rows, np.float64)
     zeros: list[NDArray[np.int8]] = []
-    for first, rows in blocks_of(matrix.rows, matrix.inputs, target.memory):
-        source.load(first, rows)
+    for first, rows in _blocks(matrix, whole, target):
+        if not whole:
+            source.load(first, rows)
         block = _row_parts(scheme, rows, matrix.inputs, target.buffers)
         for at, n in chunks_of(rows, matrix.inputs, multiple):
             source.decode(first + at, n, w_RI[:n])
@@ -181,7 +191,7 @@ def _decode(task: Task, target: Target) -> None:
 
 def _decode_transposed(task: Task, matrix: Matrix, target: Target) -> None:
     """One fused expert [O, I], as BF16 [I, O]."""
-    source = _rows(task, matrix, target)
+    source = _rows(task, target, target.buffers)
     source.load(0, matrix.rows)
     w_OI = np.empty((matrix.rows, matrix.inputs), np.float32)
     source.decode(0, matrix.rows, w_OI)

@@ -55,6 +55,11 @@ class Buffers:
 
     def __init__(self) -> None:
         self._bytes: dict[str, NDArray[np.uint8]] = {}
+        self._parts: dict[int, Buffers] = {}
+
+    def part(self, number: int) -> Buffers:
+        """Buffers of their own for one of several sources that are held at the same time."""
+        return self._parts.setdefault(number, Buffers())
 
     def take(self, use: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """An uninitialised array; it is good until the next call for the same use."""
