@@ -57,7 +57,7 @@ def step_of(scheme: QuantScheme, inputs: int) -> int:
     return 8 if scheme.element == "int4" else 1
 
 
-def _blocked(kind: _Kind, tp: int, heads: int, kv_heads: int) -> str:
+def _blocked(kind: _Kind, tp: int, kv_heads: int) -> str:
     """Why a layer shape cannot be loaded over `tp` ranks, or an empty string."""
     rows, inputs, scheme = kind.rows, kind.inputs, kind.scheme
     block = scheme.granularity == "block"
@@ -87,7 +87,7 @@ def tensor_parallel(
     kinds = _kinds(tasks, placed)
     table: dict[int, str] = {}
     for tp in sorted({*TP_SIZES, *wanted}):
-        reasons = [r for kind in kinds if (r := _blocked(kind, tp, facts.heads, facts.kv_heads))]
+        reasons = [r for kind in kinds if (r := _blocked(kind, tp, facts.kv_heads))]
         if facts.heads and facts.heads % tp:
             reasons.insert(0, f"{facts.heads} attention heads do not divide by {tp}")
         elif not facts.mla and facts.kv_heads and facts.kv_heads % tp and tp % facts.kv_heads:
