@@ -90,11 +90,14 @@ def summary(plan: Plan, summary: Summary, out: Path, peak: int) -> None:
     if summary.seconds == 0.0 and summary.resumed:
         console.print(f"{out} is finished already: nothing to do")
         return
-    rate = summary.bytes_in / summary.seconds / 1e9 if summary.seconds else 0
-    resumed = f", {summary.resumed} of {len(plan.steps)} steps were there already" if summary.resumed else ""
+    seconds = f"{summary.seconds:.1f} s"
+    if summary.resumed:  # a rate would count what an earlier run has done
+        how = f"{summary.resumed} of {len(plan.steps)} steps were there already"
+    else:
+        how = f"{summary.bytes_in / max(summary.seconds, 1e-9) / 1e9:.2f} GB/s"
     console.print(
-        f"wrote {summary.bytes_out / 1e9:.3f} GB from {summary.bytes_in / 1e9:.3f} GB in {summary.seconds:.1f} s "
-        f"({rate:.2f} GB/s, peak memory {peak / 1e9:.2f} GB{resumed})"
+        f"wrote {summary.bytes_out / 1e9:.3f} GB from {summary.bytes_in / 1e9:.3f} GB in {seconds} "
+        f"({how}, peak memory {peak / 1e9:.2f} GB)"
     )
     console.print(f"  {out}")
 
