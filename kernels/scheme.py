@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.kernels.errors import QuantkitError
-
 Element = Literal["int4", "e2m1", "e4m3", "float"]
 Granularity = Literal["none", "tensor", "channel", "group", "block"]
 ScaleFormat = Literal["none", "model", "f32", "e4m3", "e8m0"]
@@ -70,10 +68,3 @@ def _table() -> dict[str, QuantScheme]:
 
 
 SCHEMES: dict[str, QuantScheme] = _table()
-
-
-def scheme(name: str) -> QuantScheme:
-    """The scheme of a short name such as `int4-g128`; raises QuantkitError with the known names."""
-    if name not in SCHEMES:
-        raise QuantkitError("unknown scheme", value=repr(name), allowed=", ".join(SCHEMES))
-    return SCHEMES[name]
