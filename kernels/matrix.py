@@ -17,7 +17,9 @@ Shape suffixes: O outputs, I inputs, G groups of a row, N and M blocks of 128 al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -84,14 +86,14 @@ def packed_bytes(w: PackedMatrix) -> int:
 
 def _check_array(what: str, array: Array, dtype: str, shape: tuple[int, ...]) -> None:
     if str(array.dtype).removeprefix("torch.") != dtype:
-        raise QuantkitError(f"{what} of a packed matrix have the wrong dtype", value=str(array.dtype), allowed=dtype)
+        raise QuantkitError(f"{what} of a packed product have the wrong dtype", value=str(array.dtype), allowed=dtype)
     if tuple(array.shape) != shape:
         raise QuantkitError(
-            f"{what} of a packed matrix have the wrong shape", value=list(array.shape), allowed=list(shape)
+            f"{what} of a packed product have the wrong shape", value=list(array.shape), allowed=list(shape)
         )
     flat = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
     if not flat:
-        raise QuantkitError(f"{what} of a packed matrix must be contiguous", value=f"strides {_strides(array)}")
+        raise QuantkitError(f"{what} of a packed product must be contiguous", value=f"strides {_strides(array)}")
 
 
 def _strides(array: Array) -> tuple[int, ...]:
@@ -137,3 +139,38 @@ def check_inputs(x: Array, w: PackedMatrix) -> None:
     flat = x.flags.c_contiguous if isinstance(x, np.ndarray) else x.is_contiguous()
     if not flat:
         raise QuantkitError("activations must be contiguous", value=f"strides {_strides(x)}")
+
+
+def check_input_scale(w: PackedMatrix, input_scale: float) -> None:
+    """Raise QuantkitError unless activations can be quantised with this scale: NVFP4, finite, positive."""
+    if w.scheme.scale != "e4m3":
+        raise QuantkitError("activations are quantised for NVFP4 weights only", value=w.scheme.name, allowed="nvfp4")
+    if not (np.isfinite(input_scale) and input_scale > 0):
+        raise QuantkitError("the scale of the activations does not fit", value=input_scale, allowed="a positive number")
+
+
+def check_experts(x: Array, starts: Array, experts: Sequence[PackedMatrix]) -> None:
+    """Raise QuantkitError unless tokens sorted by expert fit the experts, all of one shape and scheme."""
+    if not experts:
+        raise QuantkitError("a grouped product needs experts", value=0)
+    first = experts[0]
+    for e, w in enumerate(experts):
+        check_matrix(w)
+        if (w.scheme, w.outputs, w.inputs, w.scale_format) != (
+            first.scheme,
+            first.outputs,
+            first.inputs,
+            first.scale_format,
+        ):
+            raise QuantkitError(
+                f"expert {e} differs from expert 0",
+                value=f"{w.scheme.name} [{w.outputs}, {w.inputs}], {w.scale_format} scales",
+                allowed=f"{first.scheme.name} [{first.outputs}, {first.inputs}], {first.scale_format} scales",
+            )
+    check_inputs(x, first)
+    _check_array("the expert offsets", starts, "int32", (len(experts) + 1,))
+    offsets = [int(s) for s in starts]
+    if offsets[0] != 0 or offsets[-1] != int(x.shape[0]) or any(a > b for a, b in pairwise(offsets)):
+        raise QuantkitError(
+            "the expert offsets do not divide the tokens", value=offsets, allowed=f"ascending from 0 to {x.shape[0]}"
+        )

@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+from quantkit.kernels.cpu import widen
 
 LANES = 16
 # Numba's annotation of an intrinsic includes the typing context, which callers do not pass.
@@ -98,38 +99,12 @@ def _loader(dtype: Any, kind: str, stored: Any, widen: Callable[[Any, Any], Any]
     return operation(load)
 
 
-def _e4m3(b: Any, codes: Any) -> Any:
-    """Exact: the code's 7 magnitude bits are those of a float16 that is 2^8 smaller, subnormals too; 0x7f is NaN."""
-    half, wide = ir.VectorType(ir.IntType(16), LANES), b.zext(codes, ir.VectorType(ir.IntType(16), LANES))
-    magnitude = b.and_(wide, ir.Constant(half, [0x7F] * LANES))
-    sign = b.shl(b.and_(wide, ir.Constant(half, [0x80] * LANES)), ir.Constant(half, [8] * LANES))
-    bits = b.or_(b.shl(magnitude, ir.Constant(half, [7] * LANES)), sign)
-    nan = b.icmp_unsigned("==", magnitude, ir.Constant(half, [0x7F] * LANES))
-    bits = b.select(nan, ir.Constant(half, [0x7E00] * LANES), bits)
-    value = b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _llvm(_F16))
-    return b.fmul(value, ir.Constant(_llvm(_F16), [256.0] * LANES))
-
-
-def _e5m2(b: Any, codes: Any) -> Any:
-    """Exact: an E5M2 code is the upper byte of a float16."""
-    half = ir.VectorType(ir.IntType(16), LANES)
-    bits = b.shl(b.zext(codes, half), ir.Constant(half, [8] * LANES))
-    return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _llvm(_F16))
-
-
-def _bf16(b: Any, bits: Any) -> Any:
-    return b.bitcast(b.shl(b.zext(bits, _llvm(_I16)), ir.Constant(_llvm(_I16), [16] * LANES)), _llvm(_F16))
-
-
-def _f16(b: Any, bits: Any) -> Any:
-    return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _llvm(_F16))
-
-
 load_f32 = _loader(types.float32, "f", _F32, lambda b, v: v)  # float32 array
-load_bf16 = _loader(types.uint16, "f", ir.IntType(16), _bf16)  # uint16 array of bits, to float32
-load_f16 = _loader(types.uint16, "f", ir.IntType(16), _f16)
-load_e4m3 = _loader(types.uint8, "f", ir.IntType(8), _e4m3)  # uint8 array of codes, to float32
-load_e5m2 = _loader(types.uint8, "f", ir.IntType(8), _e5m2)
+load_bf16 = _loader(types.uint16, "f", ir.IntType(16), widen.bf16_to_f32)  # uint16 array of bits, to float32
+load_f16 = _loader(types.uint16, "f", ir.IntType(16), widen.f16_to_f32)
+load_e4m3 = _loader(types.uint8, "f", ir.IntType(8), widen.e4m3_to_f32)  # uint8 array of codes, to float32
+load_e5m2 = _loader(types.uint8, "f", ir.IntType(8), widen.e5m2_to_f32)
+load_e8m0 = _loader(types.uint8, "f", ir.IntType(8), widen.e8m0_to_f32)
 load_words = _loader(types.uint8, "i", _I32, lambda b, v: v)  # 64 bytes as 16 little-endian words
 load_bytes = _loader(types.uint8, "i", ir.IntType(8), lambda b, v: b.zext(v, _llvm(_I16)))
 
@@ -165,6 +140,15 @@ def splat(typing: Any, x: Any) -> Any:
 def splat_i32(typing: Any, x: Any) -> Any:
     """An int32 in 16 lanes."""
     return _I16(types.int32), lambda context, builder, sig, args: _spread(builder, args[0], LANES)
+
+
+@operation
+def zeros(typing: Any, tokens: Any) -> Any:
+    """The float32 vector of 16 * `tokens` zeros; `tokens` is a literal."""
+    if not isinstance(tokens, types.IntegerLiteral):
+        return None
+    vector = Vector("f", LANES * tokens.literal_value)
+    return vector(tokens), lambda context, builder, sig, args: ir.Constant(_llvm(vector), [0.0] * vector.width)
 
 
 @operation
@@ -271,6 +255,29 @@ def total(typing: Any, v: Any) -> Any:
         return call(builder, _vector_name("vector.reduce.fadd", args[0]), _F32, [start, args[0]], fastmath=("reassoc",))
 
     return types.float32(v), build
+
+
+@operation
+def width(typing: Any, like: Any) -> Any:
+    """Lanes of a vector: known to the compiler, so that a branch on it costs nothing."""
+    return types.intp(like), lambda context, builder, sig, args: context.get_constant(types.intp, like.width)
+
+
+@operation
+def store_totals(typing: Any, array: Any, at: Any, v: Any) -> Any:
+    """Write the sum of each run of 16 lanes to consecutive float32 of an array."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        start = ir.Constant(_F32, -0.0)
+        for i in range(v.width // LANES):
+            lanes = builder.shuffle_vector(args[2], _undefined(args[2]), mask(range(i * LANES, (i + 1) * LANES)))
+            name = _vector_name("vector.reduce.fadd", lanes)
+            result = call(builder, name, _F32, [start, lanes], fastmath=("reassoc",))
+            index = builder.add(args[1], context.get_constant(types.intp, i))
+            builder.store(result, pointer(context, builder, array, args[0], index, _F32), align=4)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, v), build
 
 
 @operation
