@@ -112,7 +112,8 @@ class PagePool:
         self.count_S[slots_N] += fresh_N
         self.promised_S[slots_N] -= need_N.astype(np.int32)
         sources = old_N[copied_N]
-        self.give(sources)
+        for n in range(len(sources)):  # one by one: two requests may copy the same page
+            self.give(sources[n : n + 1])
         return sources, pages[: len(sources)]
 
     def file(self, slot: int, tokens_T: I32) -> I32:
@@ -165,7 +166,7 @@ class PagePool:
         return pages_N
 
     def give(self, pages_N: I32) -> None:
-        """Drop one reference to each page; free it at none, let it be evicted if only the tree is left."""
+        """Drop one reference to each page (none twice); free it at none, let it be evicted if only the tree is left."""
         self.refs_P[pages_N] -= 1
         left_N = self.refs_P[pages_N]
         if (left_N < 0).any():

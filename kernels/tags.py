@@ -133,6 +133,10 @@ class PageTags:
         """Bytes of tags and generations: 16 a page."""
         return int(self.tag_P.nbytes + self.generation_P.nbytes)
 
+    def exhaust(self, pages_N: I32) -> None:
+        """For tests: the pages are in the last life that their counters allow."""
+        self.generation_P[pages_N] = self._lives << np.uint64(1)
+
     def grant(self, slots_N: I32, positions_N: I32, pages_N: I32) -> None:
         """Stamp new tags and note them. A request whose copy on write read a wrong page becomes suspect."""
         loops.stamp(
@@ -168,7 +172,7 @@ class PageTags:
     def held(self, slot: int, pages_L: I32) -> I32:
         """From the ledger: the block table may be what is wrong. What is in another life belongs to somebody else."""
         granted_L, expected_L = self.granted_SL[slot], self.expected_SL[slot]
-        mine_L = granted_L[(granted_L >= 0) & (expected_L != 0) & (self.tag_P[granted_L] == expected_L)]
+        mine_L: I32 = granted_L[(granted_L >= 0) & (expected_L != 0) & (self.tag_P[granted_L] == expected_L)]
         self.granted_SL[slot], self.expected_SL[slot], self.suspect_S[slot] = -1, 0, False
         return mine_L
 

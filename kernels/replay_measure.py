@@ -1,0 +1,227 @@
+"""What a replay says in numbers: the cost of the page tags, which batches a memory budget admits, faults found.
+
+The cost is measured in lockstep: two replays of the same requests, one with tags and one with the null tracker, take
+each step one after the other, in random order, on one shared cache. They compute the same bytes, so they may share it,
+and nothing differs between the two but the tracker. Intervals come from a bootstrap over blocks of steps. One attention
+layer is computed for each check; a model with 60 layers would check as often and compute 60 times as much.
+
+Shape suffixes: N steps, B blocks of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from quantkit.kernels.errors import QuantkitError
+from quantkit.kernels.kv import KVCache, KVFormat, new_cache, token_bytes
+from quantkit.kernels.paged import PagePool
+from quantkit.kernels.replay import Fault, Replay, Result
+from quantkit.kernels.replay_faults import FAULTS, fault
+from quantkit.kernels.replay_model import Heads, Model, Request, Workload, make_requests
+from quantkit.kernels.tags import NullTracker, PageTags, Tracker
+
+F64 = NDArray[np.float64]
+
+_KV_SCALE = 4 / 448  # the keys and values of the model stay within +-8; FP8 keeps its small numbers
+_RESAMPLES = 2000
+_SMALL = Heads(4, 2, 64)  # faults are found in the bookkeeping; the sizes of the layer do not matter
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A decode pool under test: sizes of the layer, page size, tokens of each prompt, threads of the kernel."""
+
+    heads: Heads = field(default_factory=Heads)
+    page_size: int = 64
+    context: int = 8192
+    threads: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Relative change in percent, and its 95 % interval."""
+
+    pct: float
+    ci95: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityCost:
+    """Page tags against the null tracker. Positive p95 and negative throughput are a cost.
+
+    step_ms            median step with the null tracker
+    check_us, null_us  median of the batch check alone, with tags and with the null tracker
+    sidecar_bytes      tags and generations of all pages
+    """
+
+    concurrency: int
+    throughput: Change
+    p95: Change
+    step_ms: float
+    check_us: float
+    null_us: float
+    pages_checked: int
+    sidecar_bytes: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One format at one concurrency. `running` < `concurrency`: the budget does not admit that many at once.
+
+    resident_tokens  tokens that the budget holds in this format
+    tokens_per_s     of the whole batch, None where it was not admitted; p95_ms of a step
+    """
+
+    format: str
+    concurrency: int
+    running: int
+    resident_tokens: int
+    tokens_per_s: float | None
+    p95_ms: float | None
+
+    @property
+    def admitted(self) -> bool:
+        """Whether all requests ran at once."""
+        return self.running == self.concurrency
+
+
+@dataclass(frozen=True, slots=True)
+class FaultReport:
+    """A replay with faults beside the same replay without. `wrong` counts released requests with other tokens.
+
+    checks        pages compared in the run without faults, which must raise no alarm: false_alarms counts both runs
+    missed        names of faults that no request was aborted for
+    """
+
+    injected: int
+    detected: int
+    false_alarms: int
+    checks: int
+    aborted: int
+    wrong: int
+    requests: int
+    peak_running: int
+    missed: list[str] = field(default_factory=list)
+
+
+def cache_for(format: KVFormat, pages: int, page_size: int, heads: Heads) -> KVCache:
+    """A numpy cache of this many pages with scales that fit the synthetic model."""
+    scale = 1.0 if format in ("bf16", "f16", "mxfp4") else _KV_SCALE
+    return new_cache(format, pages, page_size, heads.kv, heads.dim, k_scale=scale, v_scale=scale)
+
+
+def measure_integrity(
+    concurrency: int, *, blocks: int = 12, steps: int = 16, format: KVFormat = "e4m3", setting: Setting = Setting(),
+    control: bool = False,
+) -> IntegrityCost:  # fmt: skip
+    """Cost of the page tags at this concurrency, over `blocks` blocks of `steps` decode steps.
+
+    control  compare the null tracker with itself: what the method reports where there is nothing to report
+    """
+    if concurrency < 1 or blocks < 2 or steps < 2 or steps % 2:
+        raise QuantkitError("no pairs to compare", value=[concurrency, blocks, steps],
+                            allowed="at least one request, two blocks, an even number of steps")  # fmt: skip
+    total = blocks * steps + 2  # the first prefills, the second warms up
+    requests = _decoders(concurrency, total, setting)
+    size, longest = setting.page_size, setting.context + total + 1
+    pages, max_pages = concurrency * -(-longest // size), -(-longest // size)
+    cache, model = cache_for(format, pages, size, setting.heads), Model(setting.heads)
+    tags = PageTags(pages, size, concurrency, max_pages, seed=setting.seed)
+    trackers: tuple[Tracker, Tracker] = (NullTracker(), NullTracker() if control else tags)
+    off, on = (
+        Replay(requests, model, cache, PagePool(pages, size, concurrency, max_pages, t), threads=setting.threads)
+        for t in trackers
+    )
+    rng = np.random.default_rng(setting.seed)
+    for first in rng.permutation(np.arange(total) % 2):
+        for replay in (on, off) if first else (off, on):
+            replay.step()
+    throughput, p95 = _changes(np.array(on.result.seconds[2:]), np.array(off.result.seconds[2:]), blocks, rng)
+    compared = tags.checks // total
+    return IntegrityCost(
+        concurrency, throughput, p95, float(np.median(off.result.seconds[2:])) * 1e3,
+        on.check_seconds(200) * 1e6, off.check_seconds(200) * 1e6, compared, tags.sidecar_bytes, pages,
+    )  # fmt: skip
+
+
+def _decoders(concurrency: int, steps: int, setting: Setting) -> list[Request]:
+    """Requests of one length that all arrive at once and outlive the steps."""
+    workload = Workload(concurrency, (setting.context,) * 2, (steps + 1,) * 2, seed=setting.seed)
+    return make_requests(workload)
+
+
+def _changes(on_N: F64, off_N: F64, blocks: int, rng: np.random.Generator) -> tuple[Change, Change]:
+    """Change of throughput and of the 95th percentile of the seconds of a step."""
+    on_BN, off_BN = on_N.reshape(blocks, -1), off_N.reshape(blocks, -1)
+
+    def both(b: NDArray[np.int64]) -> tuple[float, float]:
+        on, off = on_BN[b].ravel(), off_BN[b].ravel()
+        return 100 * (off.sum() / on.sum() - 1), 100 * (np.percentile(on, 95) / np.percentile(off, 95) - 1)
+
+    draws = np.array([both(rng.integers(0, blocks, blocks)) for _ in range(_RESAMPLES)])
+    low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+    value = both(np.arange(blocks))
+    throughput, p95 = (Change(float(value[i]), (float(low[i]), float(high[i]))) for i in (0, 1))
+    return throughput, p95
+
+
+def sweep(
+    formats: Sequence[KVFormat], concurrencies: Sequence[int], *, budget_bytes: int, new_tokens: int = 16,
+    setting: Setting = Setting(),
+) -> Iterator[SweepRow]:  # fmt: skip
+    """For each format and concurrency: does the budget hold so many requests at once, and how fast do they decode?
+
+    The budget is that of the keys and values of one layer. Prompts have nothing in common.
+    """
+    size = setting.page_size
+    for format in formats:
+        pages = budget_bytes // (token_bytes(cache_for(format, 1, size, setting.heads)) * size)
+        if pages < 1:
+            raise QuantkitError("the budget does not hold one page", value=budget_bytes, tensor=format)
+        cache, model = cache_for(format, pages, size, setting.heads), Model(setting.heads)
+        for concurrency in concurrencies:
+            requests = _decoders(concurrency, new_tokens, setting)
+            pool = PagePool(pages, size, concurrency, -(-(setting.context + new_tokens + 1) // size))
+            replay = Replay(requests, model, cache, pool, threads=setting.threads)
+            running = replay.admit()
+            speed, p95 = None, None
+            if running == concurrency:
+                seconds = np.array([replay.step() for _ in range(new_tokens)])[1:]  # the first prefills
+                speed, p95 = concurrency * len(seconds) / float(seconds.sum()), float(np.percentile(seconds, 95)) * 1e3
+            yield SweepRow(format, concurrency, running, pages * size, speed, p95)
+
+
+def inject_faults(
+    names: Sequence[str] = tuple(FAULTS), *, requests: int = 400, concurrency: int = 128, format: KVFormat = "e4m3",
+    heads: Heads = _SMALL, page_size: int = 4, seed: int = 0, threads: int = 1,
+) -> FaultReport:  # fmt: skip
+    """Run many requests with shared prefixes twice, the second time with each named fault once, some steps apart."""
+    workload = Workload(requests, (20, 200), (16, 96), prefixes=6, prefix_tokens=50, repeat=0.4, per_step=4, seed=seed)
+    work = make_requests(workload)
+    longest = max(len(q.prompt_T) + q.new_tokens for q in work)
+    max_pages = -(-longest // page_size)
+    pages = concurrency * max_pages // 3  # memory runs short: requests wait and prefixes are evicted
+    model = Model(heads)
+
+    def run(faults: Sequence[Fault]) -> tuple[Result, PageTags]:
+        tags = PageTags(pages, page_size, concurrency, max_pages, seed=seed)
+        pool = PagePool(pages, page_size, concurrency, max_pages, tags)
+        cache = cache_for(format, pages, page_size, heads)
+        return Replay(work, model, cache, pool, threads=threads, faults=faults, seed=seed).run(), tags
+
+    clean, tags = run(())
+    faulty, _ = run([fault(name, 20 + 5 * n) for n, name in enumerate(names)])
+    wrong = sum(
+        a is not None and (b is None or not np.array_equal(a, b))
+        for a, b in zip(faulty.tokens, clean.tokens, strict=True)
+    )
+    return FaultReport(
+        len(faulty.injected), faulty.detected, clean.false_alarms + faulty.false_alarms, tags.checks,
+        len(faulty.aborted), wrong, len(work), max(faulty.running),
+        [f.name for f in faulty.injected if f.detected is None],
+    )  # fmt: skip
