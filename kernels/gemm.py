@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from quantkit.kernels.elements import E2M1_VALUES, E8M0_VALUES
