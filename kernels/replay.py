@@ -249,4 +249,4 @@ class Replay:
         for at in range(0, len(rows), _CHUNK):
             r, p = rows[at : at + _CHUNK], positions[at : at + _CHUNK]
             k, v = self.model.keys_values(self.text_ST[r, p], p)
-            write(self.cache, self.pool.table_SL[r, p // size] * size + p % size, k, v, threads=self.threads)
+            write(self.cache, self.pool.table_SL[r, p // size] * size + p % size, k, v)

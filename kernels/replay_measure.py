@@ -10,6 +10,7 @@ Shape suffixes: N steps, B blocks of steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ F64 = NDArray[np.float64]
 
 _KV_SCALE = 4 / 448  # the keys and values of the model stay within +-8; FP8 keeps its small numbers
 _RESAMPLES = 2000
+_WARM_UP = 2  # steps that are not counted: the first writes the prompts
+_BLOCK = 16
+_MOST_STEPS = _WARM_UP + 128 * _BLOCK
 _SMALL = Heads(4, 2, 64)  # faults are found in the bookkeeping; the sizes of the layer do not matter
 
 
@@ -53,12 +57,15 @@ class Change:
 class IntegrityCost:
     """Page tags against the null tracker. Positive p95 and negative throughput are a cost.
 
+    steps              pairs of steps compared
     step_ms            median step with the null tracker
-    check_us, null_us  median of the batch check alone, with tags and with the null tracker
+    check_us, null_us  median of the batch check alone, with tags and with the null tracker: against `step_ms` a direct
+                       and almost noiseless account of the same cost
     sidecar_bytes      tags and generations of all pages
     """
 
     concurrency: int
+    steps: int
     throughput: Change
     p95: Change
     step_ms: float
@@ -116,20 +123,18 @@ def cache_for(format: KVFormat, pages: int, page_size: int, heads: Heads) -> KVC
 
 
 def measure_integrity(
-    concurrency: int, *, blocks: int = 12, steps: int = 16, format: KVFormat = "e4m3", setting: Setting = Setting(),
+    concurrency: int, *, seconds: float = 20.0, format: KVFormat = "e4m3", setting: Setting = Setting(),
     control: bool = False,
 ) -> IntegrityCost:  # fmt: skip
-    """Cost of the page tags at this concurrency, over `blocks` blocks of `steps` decode steps.
+    """Cost of the page tags at this concurrency: decode steps in lockstep until `seconds` are over (8 blocks at least).
 
     control  compare the null tracker with itself: what the method reports where there is nothing to report
     """
-    if concurrency < 1 or blocks < 2 or steps < 2 or steps % 2:
-        raise QuantkitError("no pairs to compare", value=[concurrency, blocks, steps],
-                            allowed="at least one request, two blocks, an even number of steps")  # fmt: skip
-    total = blocks * steps + 2  # the first prefills, the second warms up
-    requests = _decoders(concurrency, total, setting)
-    size, longest = setting.page_size, setting.context + total + 1
-    pages, max_pages = concurrency * -(-longest // size), -(-longest // size)
+    if concurrency < 1 or not 0 < seconds < float("inf"):
+        raise QuantkitError("nothing to measure", value=[concurrency, seconds], allowed="requests and seconds above 0")
+    requests = _decoders(concurrency, _MOST_STEPS, setting)
+    size, max_pages = setting.page_size, -(-(setting.context + _MOST_STEPS + 1) // setting.page_size)
+    pages = concurrency * max_pages
     cache, model = cache_for(format, pages, size, setting.heads), Model(setting.heads)
     tags = PageTags(pages, size, concurrency, max_pages, seed=setting.seed)
     trackers: tuple[Tracker, Tracker] = (NullTracker(), NullTracker() if control else tags)
@@ -138,13 +143,15 @@ def measure_integrity(
         for t in trackers
     )
     rng = np.random.default_rng(setting.seed)
-    for first in rng.permutation(np.arange(total) % 2):
-        for replay in (on, off) if first else (off, on):
-            replay.step()
-    throughput, p95 = _changes(np.array(on.result.seconds[2:]), np.array(off.result.seconds[2:]), blocks, rng)
-    compared = tags.checks // total
+    _lockstep(on, off, _WARM_UP, rng)
+    end = time.perf_counter() + seconds
+    while off.steps < _MOST_STEPS and (time.perf_counter() < end or off.steps < _WARM_UP + 8 * _BLOCK):
+        _lockstep(on, off, _BLOCK, rng)
+    on_N, off_N = (np.array(r.result.seconds[_WARM_UP:]) for r in (on, off))
+    throughput, p95 = _changes(on_N, off_N, rng)
+    compared = tags.checks // on.steps
     return IntegrityCost(
-        concurrency, throughput, p95, float(np.median(off.result.seconds[2:])) * 1e3,
+        concurrency, len(off_N), throughput, p95, float(np.median(off_N)) * 1e3,
         on.check_seconds(200) * 1e6, off.check_seconds(200) * 1e6, compared, tags.sidecar_bytes, pages,
     )  # fmt: skip
 
@@ -155,14 +162,22 @@ def _decoders(concurrency: int, steps: int, setting: Setting) -> list[Request]:
     return make_requests(workload)
 
 
-def _changes(on_N: F64, off_N: F64, blocks: int, rng: np.random.Generator) -> tuple[Change, Change]:
+def _lockstep(on: Replay, off: Replay, steps: int, rng: np.random.Generator) -> None:
+    """So many steps of both, each going first in half of them: who comes second finds the cache warm."""
+    for on_first in rng.permutation(np.arange(steps) % 2):
+        for replay in (on, off) if on_first else (off, on):
+            replay.step()
+
+
+def _changes(on_N: F64, off_N: F64, rng: np.random.Generator) -> tuple[Change, Change]:
     """Change of throughput and of the 95th percentile of the seconds of a step."""
-    on_BN, off_BN = on_N.reshape(blocks, -1), off_N.reshape(blocks, -1)
+    on_BN, off_BN = on_N.reshape(-1, _BLOCK), off_N.reshape(-1, _BLOCK)
 
     def both(b: NDArray[np.int64]) -> tuple[float, float]:
         on, off = on_BN[b].ravel(), off_BN[b].ravel()
         return 100 * (off.sum() / on.sum() - 1), 100 * (np.percentile(on, 95) / np.percentile(off, 95) - 1)
 
+    blocks = len(on_BN)
     draws = np.array([both(rng.integers(0, blocks, blocks)) for _ in range(_RESAMPLES)])
     low, high = np.percentile(draws, [2.5, 97.5], axis=0)
     value = both(np.arange(blocks))
