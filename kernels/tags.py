@@ -125,7 +125,7 @@ class PageTags:
         self.expected_SL: U64 = np.zeros((slots, max_pages), np.uint64)
         self.suspect_S: B1 = np.zeros(slots, np.bool_)
         self.checks = 0
-        self._seed = loops.mix(np.uint64(seed))
+        self._seed = np.uint64(loops.mix(np.uint64(seed)))  # Numba returns a Python int
         self._lives = np.uint64((1 << bits) - 1)
 
     @property

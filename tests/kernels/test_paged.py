@@ -1,6 +1,6 @@
 """The page pool against a slow model: random histories of requests, with what every request reads through its table.
 
-    pytest tests/kernels/test_paged.py
+pytest tests/kernels/test_paged.py
 """
 
 import numpy as np
