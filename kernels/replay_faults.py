@@ -15,15 +15,12 @@ from quantkit.kernels.tags import PageTags
 
 
 def _private(replay: Replay, rng: np.random.Generator) -> tuple[int, int] | None:
-    """A running request and the logical number of a page of its own that is behind it.
-
-    The request is not about to end: one more token is due after this one.
-    """
+    """A running request and the logical number of a page of its own that is full and not filed."""
     pool = replay.pool
     for slot in rng.permutation(replay.running).tolist():
         row = pool.table_SL[slot, : pool.length_S[slot] // pool.page_size]
         own = np.flatnonzero((pool.refs_P[row] == 1) & ~pool.frozen_P[row])
-        if len(own) and replay.known_S[slot] + 1 < replay.target_S[slot]:
+        if len(own):
             return slot, int(rng.choice(own))
     return None
 
