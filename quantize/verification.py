@@ -1,9 +1,10 @@
 """Verify a checkpoint: alone, or weight by weight against the source it was made from.
 
-With the source, every layer is decoded from the bytes on the disk and compared. Three things have to hold:
+With the source, every layer is decoded from the bytes on the disk and compared. Four things have to hold:
 - kept tensors, and codes that were passed through, equal the source's bytes;
 - each code is the nearest one to its source weight under the scale that is stored beside it;
-- the layer's error is at most that of the plainest rounding in the same scheme (absolute maximum, no search).
+- the layer's error is at most that of the plainest rounding in the same scheme (absolute maximum, no search);
+- the packed kernel, run on those bytes, gives what the decoded weights give.
 
 Letters: R rows, I inputs.
 """
@@ -19,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.export.checkpoint import Checkpoint, Reader, open_folder
+from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.export.verify import Check, check_config, check_files, check_fused, check_scales, manifest_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.measure import relative_error, sqnr_db
-from quantkit.quantize.compare import Compared, Pair, compare, pairs_of
+from quantkit.quantize.compare import Compared, compare
+from quantkit.quantize.kernel_run import KernelRun, run_kernel
+from quantkit.quantize.pairs import Pair, pairs_of
+from quantkit.quantize.recorded import inputs_from, recorded_tensors
 from quantkit.quantize.roles import Placed, roles_of
 
 # A searched scale is never worse than the plain one. Left is the rounding of sums: 1e-5, extreme weights 1e-3.
@@ -33,13 +38,17 @@ WORST = 10
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """A quantised layer: relative error ||w - w_hat|| / ||w||, the bound it has to keep, the SQNR in dB."""
+    """A quantised layer: relative error ||w - w_hat|| / ||w||, the bound it has to keep, the SQNR in dB.
+
+    output_error  of the packed kernel's outputs, relative, against the source weight's; NaN without a kernel
+    """
 
     name: str
     scheme: str
     error: float
     bound: float
     sqnr: float
+    output_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class Report:
                     "relative_error": e.error,
                     "bound": e.bound,
                     "sqnr_db": e.sqnr if math.isfinite(e.sqnr) else None,
+                    "output_error": e.output_error if math.isfinite(e.output_error) else None,
                     "passed": e.error <= e.bound * TOLERANCE,
                 }
                 for e in self.layers
@@ -89,11 +99,16 @@ def verify_checkpoint(
     folder: Path,
     source: Checkpoint | None,
     *,
+    run: Path | None = None,
     jobs: int = 1,
     advance: Callable[[int], None] = lambda _: None,
     begun: float | None = None,
 ) -> Report:
-    """Check a folder; faults of the checkpoint become failed checks, never exceptions."""
+    """Check a folder; faults of the checkpoint become failed checks, never exceptions.
+
+    run  folder of a calibration run: kernels then work on the activations that it recorded
+    """
+    recorded = recorded_tensors(run) if run else {}
     begun = time.monotonic() if begun is None else begun
     layers: list[LayerError] = []
     try:
@@ -112,7 +127,7 @@ def verify_checkpoint(
         ours = manifest is not None and manifest.get("format") != "as published"
         checks.append(check_config(checkpoint, weights, _linear(weights, placed), ours=ours))
         if source is not None:
-            more, layers = _against_source(weights, source, manifest, reader, jobs, advance)
+            more, layers = _against_source(weights, source, manifest, recorded, reader, jobs, advance)
             checks += more
     return Report(str(folder), tuple(checks), tuple(layers), time.monotonic() - begun)
 
@@ -124,8 +139,8 @@ def _linear(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list
 
 
 def _against_source(
-    weights: Mapping[str, Weight], source: Checkpoint, manifest: Mapping[str, Any] | None, reader: Reader, jobs: int,
-    advance: Callable[[int], None],
+    weights: Mapping[str, Weight], source: Checkpoint, manifest: Mapping[str, Any] | None,
+    recorded: Mapping[str, TensorInfo], reader: Reader, jobs: int, advance: Callable[[int], None],
 ) -> tuple[list[Check], list[LayerError]]:  # fmt: skip
     """Compare every weight of the source with what became of it."""
     dropped = set((manifest or {}).get("dropped") or {})
@@ -140,23 +155,44 @@ def _against_source(
         )
     ]
 
-    def work(pair: Pair) -> Compared:
-        result = compare(pair, reader)
+    inputs_of = inputs_from(recorded, reader)
+
+    def work(pair: Pair) -> tuple[Compared, KernelRun | None]:
+        result = compare(pair, reader), run_kernel(pair, inputs_of, reader)
         advance(pair.nbytes)
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(work, pairs))
-    return checks + _verdicts(results), [_layer(r) for r in results if r.scheme]
+    compared = [c for c, _ in results]
+    runs = [r for _, r in results if r is not None]
+    layers = [_layer(c, r) for c, r in results if c.scheme]
+    return [*checks, *_verdicts(compared, layers), *_kernel_check(runs)], layers
 
 
-def _layer(r: Compared) -> LayerError:
-    error = relative_error(r.sq_err, r.sq_norm)
-    return LayerError(r.name, r.scheme, error, relative_error(r.sq_plain, r.sq_norm), sqnr_db(error))
+def _layer(c: Compared, run: KernelRun | None) -> LayerError:
+    error = relative_error(c.sq_err, c.sq_norm)
+    outputs = relative_error(run.sq_err, run.sq_norm) if run else math.nan
+    return LayerError(c.name, c.scheme, error, relative_error(c.sq_plain, c.sq_norm), sqnr_db(error), outputs)
 
 
-def _verdicts(results: Sequence[Compared]) -> list[Check]:
-    """The checks that follow from all comparisons."""
+def _kernel_check(runs: Sequence[KernelRun]) -> list[Check]:
+    """The packed kernels: one check for all layers that have one."""
+    if not runs:
+        return []
+    seen = sum(r.recorded for r in runs)
+    where = f"random inputs{f', recorded ones for {seen}' if seen else ''}"
+    return [
+        Check(
+            "the packed kernels agree with the decoded weights",
+            f"{sum(r.count for r in runs)} outputs of {len(runs)} layers on {where}",
+            tuple(f"{r.name}: {r.off} of {r.count} outputs differ" for r in runs if r.off),
+        )
+    ]
+
+
+def _verdicts(results: Sequence[Compared], over: Sequence[LayerError]) -> list[Check]:
+    """The checks that follow from all comparisons; `over` are the errors of the quantised layers."""
     copies = [r for r in results if not r.scheme]
     layers = [r for r in results if r.scheme]
     checks = [
@@ -175,7 +211,6 @@ def _verdicts(results: Sequence[Compared]) -> list[Check]:
                 tuple(f"{r.name}: {r.differing} of {r.count} codes differ" for r in layers if r.differing),
             )
         )
-        over = [_layer(r) for r in layers]
         checks.append(
             Check(
                 "no layer is worse than plain rounding in its scheme",

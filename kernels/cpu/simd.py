@@ -237,6 +237,16 @@ def to_i32(typing: Any, v: Any) -> Any:
 
 
 @operation
+def magnitude(typing: Any, v: Any) -> Any:
+    """Absolute values."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return call(builder, _vector_name("fabs", args[0]), args[0].type, args)
+
+    return v(v), build
+
+
+@operation
 def nearest(typing: Any, v: Any) -> Any:
     """Rounded to the nearest integer, ties to even, as float32."""
 

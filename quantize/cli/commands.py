@@ -115,7 +115,7 @@ def export_command(
     }  # fmt: skip
     failed = False
     if verify:
-        report = _verify(out, open_checkpoint(source), jobs)
+        report = _verify(out, open_checkpoint(source), None, jobs)
         result["verify"] = report.as_json()
         show.report(report)
         failed = not report.passed
@@ -125,22 +125,24 @@ def export_command(
         sys.exit(1)
 
 
-def _verify(checkpoint: Path, source: Checkpoint | None, jobs: int) -> Any:
+def _verify(checkpoint: Path, source: Checkpoint | None, run: Path | None, jobs: int) -> Any:
     from quantkit.quantize.progress import progress
     from quantkit.quantize.verification import verify_checkpoint
 
     begun = time.monotonic()
     total = source.nbytes if source else 0
     with progress("verify", total, quiet=source is None) as advance:
-        return verify_checkpoint(checkpoint, source, jobs=jobs, advance=advance, begun=begun)
+        return verify_checkpoint(checkpoint, source, run=run, jobs=jobs, advance=advance, begun=begun)
 
 
-def verify_command(checkpoint: str, source: str | None, jobs: int, as_json: bool) -> None:
+def verify_command(checkpoint: str, source: str | None, run: Path | None, jobs: int, as_json: bool) -> None:
     """`quantkit verify`."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise QuantkitError("no such folder", file=checkpoint)
-    report = _verify(folder, open_checkpoint(source) if source else None, jobs)
+    if run is not None and source is None:
+        raise QuantkitError("--run needs --source: kernels are compared with the source", value=str(run))
+    report = _verify(folder, open_checkpoint(source) if source else None, run, jobs)
     if as_json:
         _emit(report.as_json())
     show.report(report)

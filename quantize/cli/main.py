@@ -105,13 +105,20 @@ def verify(
     source: Annotated[
         str | None, typer.Option("--source", help="The checkpoint it was made from: compare every weight.")
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="With --source: a run folder, whose recorded activations kernels then use."),
+    ] = None,
     jobs: Jobs = CORES,
     json: AsJson = False,
 ) -> None:
-    """Check a checkpoint: every tensor once, sound scales; with --source every code and error. Exit 1 on a failure."""
+    """Check a checkpoint: every tensor once, sound scales; with --source every code and error, and the packed kernels.
+
+    Exit 1 on a failure.
+    """
     from quantkit.quantize.cli.commands import verify_command
 
-    verify_command(checkpoint, source, jobs, json)
+    verify_command(checkpoint, source, run, jobs, json)
 
 
 @app.command()

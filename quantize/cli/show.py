@@ -113,9 +113,10 @@ def report(report: Any) -> None:
         if len(check.failures) > 10:
             console.print(f"       ... and {len(check.failures) - 10} more")
     if report.worst:
-        table = _table("worst layers", "scheme", "relative error", "bound", "SQNR dB", right=2)
+        table = _table("worst layers", "scheme", "relative error", "bound", "SQNR dB", "output error", right=2)
         for layer in report.worst:
-            table.add_row(layer.name, layer.scheme, f"{layer.error:.5f}", f"{layer.bound:.5f}", f"{layer.sqnr:.2f}")
+            numbers = (f"{layer.error:.5f}", f"{layer.bound:.5f}", f"{layer.sqnr:.2f}", f"{layer.output_error:.5f}")
+            table.add_row(layer.name, layer.scheme, *numbers)
         console.print(table)
     console.print(f"{'verified' if report.passed else 'FAILED'}: {report.folder} in {report.seconds:.1f} s")
 

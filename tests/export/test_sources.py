@@ -14,7 +14,9 @@ import quantised_fp4
 from families import FAMILIES, read_config, tiny, write_config
 from quantkit.export.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantkit.export.sources.detect import weights_of
+from quantkit.export.sources.packed import packed_rows
 from quantkit.export.sources.rows import Buffers, row_source
+from quantkit.kernels.cpu.gemm import matmul
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.planner import make_plan
 from quantkit.quantize.recipe import load_recipe, with_int4_group
@@ -83,6 +85,26 @@ def test_rows_decode_to_the_exact_values(source: tuple[Path, dict[str, np.ndarra
                     decoder.decode(first + at, len(part), part)
             # NVFP4 is rounded twice (scale times global, then times the code) against once: at most 2 ulp of float32
             np.testing.assert_allclose(got, expected, rtol=2**-22, atol=0, err_msg=name)
+
+
+def test_packed_kernels_read_the_same_numbers(source: tuple[Path, dict[str, np.ndarray]]) -> None:
+    """The product with the identity, from the bytes of the file, in blocks that begin inside a scale block's rows."""
+    folder, exact = source
+    weights = weights_of(open_checkpoint(folder))
+    with Reader() as reader:
+        for name, expected in exact.items():
+            rows, inputs = expected.shape
+            packed = packed_rows(weights[name], 0, reader)
+            if weights[name].encoding.startswith(("gptq", "awq")):
+                assert packed is None, "inputs come first in these layouts"
+                continue
+            assert packed is not None
+            step = packed.multiple * (1 if packed.multiple == 128 else 3)
+            eye = np.eye(inputs, dtype=np.float32)
+            for first in range(0, rows, step):
+                part = expected[first : first + step]
+                got = matmul(eye, packed.read(first, len(part), reader)).T
+                np.testing.assert_allclose(got, part, rtol=2**-22, atol=0, err_msg=name)
 
 
 def test_kept_as_published(source: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
