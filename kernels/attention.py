@@ -146,7 +146,7 @@ def reference_attend(
         v = decode_rows(_take(cache.v, pages), cache.format, cache.v_scale, _take(cache.v_block_scale, pages))
         return k.flatten(0, 1), v.flatten(0, 1)
 
-    q_TKND = (q_THD.float() * softmax_scale).reshape(q_THD.shape[0], heads, -1, q_THD.shape[2])
+    q_TKND = (q_THD.float() * softmax_scale).view(len(q_THD), heads, q_THD.shape[1] // heads, q_THD.shape[2])
     sinks_KN = None if sinks_H is None else sinks_H.view(heads, -1)
     return _attend(q_TKND, rows, batch, pages_and_slots(cache)[1], window, sinks_KN, v_dim(cache))
 

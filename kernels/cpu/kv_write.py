@@ -173,7 +173,7 @@ def write(cache: KVCache, slots_T: NDArray[Any], k_THD: NDArray[Any], v_THD: NDA
     slots = slots_T.astype(np.int64, copy=False)
     for x, target, scale, scales in parts:
         flat = None if scales is None else scales.reshape(pages * size, -1)
-        x_TD = as_f32(x).reshape(len(x), -1)
+        x_TD = as_f32(x).reshape(len(x), x.shape[1] * x.shape[2])
         _write_rows(cache.format, x_TD, slots, scale, target.reshape(pages * size, -1), flat)
 
 
