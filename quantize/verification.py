@@ -15,11 +15,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint, Reader, open_folder
+from quantkit.export.checkpoint import Checkpoint, Reader, has_fp8_kv, open_folder
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.export.verify import Check, check_config, check_files, check_fused, check_scales, manifest_of
@@ -27,6 +27,7 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.measure import relative_error, sqnr_db
 from quantkit.quantize.compare import Compared, compare
 from quantkit.quantize.kernel_run import KernelRun, run_kernel
+from quantkit.quantize.kv_run import BOUND, KVRun, kv_runs, stored_scales
 from quantkit.quantize.pairs import Pair, pairs_of
 from quantkit.quantize.recorded import inputs_from, recorded_tensors
 from quantkit.quantize.roles import Placed, roles_of
@@ -58,6 +59,7 @@ class Report:
     folder: str
     checks: tuple[Check, ...]
     layers: tuple[LayerError, ...]
+    kv: tuple[KVRun, ...]
     seconds: float
 
     @property
@@ -92,7 +94,14 @@ class Report:
                 }
                 for e in self.layers
             ],
+            "kv": [_kv_json(r) for r in self.kv],
         }
+
+
+def _kv_json(run: KVRun) -> dict[str, Any]:
+    """JSON has no infinity."""
+    facts = {n: v if math.isfinite(v) else None for n, v in asdict(run).items()}
+    return {**facts, "bound": BOUND, "passed": run.error <= BOUND}
 
 
 def verify_checkpoint(
@@ -106,7 +115,8 @@ def verify_checkpoint(
 ) -> Report:
     """Check a folder; faults of the checkpoint become failed checks, never exceptions.
 
-    run  folder of a calibration run: kernels then work on the activations that it recorded
+    run  folder of a calibration run: kernels then work on what it recorded, and attention runs on the keys and values
+         where the checkpoint asks for an FP8 cache
     """
     recorded = recorded_tensors(run) if run else {}
     begun = time.monotonic() if begun is None else begun
@@ -116,7 +126,7 @@ def verify_checkpoint(
         weights = weights_of(checkpoint)
     except QuantkitError as e:
         checks = [Check("headers, index and companions can be read", "no", (str(e).replace("\n", "; "),))]
-        return Report(str(folder), tuple(checks), (), time.monotonic() - begun)
+        return Report(str(folder), tuple(checks), (), (), time.monotonic() - begun)
     manifest = manifest_of(folder)
     placed, _ = roles_of({n: w.shape for n, w in weights.items()}, checkpoint.config)
     fused = {n: p.fused for n, p in placed.items() if p.fused is not None and n in weights}
@@ -129,7 +139,11 @@ def verify_checkpoint(
         if source is not None:
             more, layers = _against_source(weights, source, manifest, recorded, reader, jobs, advance)
             checks += more
-    return Report(str(folder), tuple(checks), tuple(layers), time.monotonic() - begun)
+        scales = stored_scales(weights, placed, reader)
+        fp8_cache = has_fp8_kv(checkpoint.config) or bool(scales)
+        kv = kv_runs(recorded, scales, checkpoint.config, reader) if fp8_cache else []
+    checks += _kv_check(kv)
+    return Report(str(folder), tuple(checks), tuple(layers), tuple(kv), time.monotonic() - begun)
 
 
 def _linear(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list[str]:
@@ -187,6 +201,26 @@ def _kernel_check(runs: Sequence[KernelRun]) -> list[Check]:
             "the packed kernels agree with the decoded weights",
             f"{sum(r.count for r in runs)} outputs of {len(runs)} layers on {where}",
             tuple(f"{r.name}: {r.off} of {r.count} outputs differ" for r in runs if r.off),
+        )
+    ]
+
+
+def _kv_check(runs: Sequence[KVRun]) -> list[Check]:
+    """Attention over an FP8 cache: one check for all layers that were recorded."""
+    if not runs:
+        return []
+    errors, ones = [r.error for r in runs], [r.error_at_one for r in runs]
+    return [
+        Check(
+            "attention over an FP8 cache with the stored scales is that over BF16",
+            f"relative error {min(errors):.4f} to {max(errors):.4f} in {len(runs)} layers on recorded keys and values; "
+            f"with scale 1.0 {min(ones):.4f} to {max(ones):.4f}",
+            tuple(
+                f"layer {r.layer}: relative error {r.error:.4f}, bound {BOUND:.4f}, k_scale {r.k_scale:.3g}, "
+                f"v_scale {r.v_scale:.3g}, {r.clipped:.2%} clipped"
+                for r in runs
+                if not r.error <= BOUND
+            ),
         )
     ]
 

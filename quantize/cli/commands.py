@@ -140,8 +140,6 @@ def verify_command(checkpoint: str, source: str | None, run: Path | None, jobs: 
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise QuantkitError("no such folder", file=checkpoint)
-    if run is not None and source is None:
-        raise QuantkitError("--run needs --source: kernels are compared with the source", value=str(run))
     report = _verify(folder, open_checkpoint(source) if source else None, run, jobs)
     if as_json:
         _emit(report.as_json())

@@ -107,7 +107,7 @@ def verify(
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", help="With --source: a run folder, whose recorded activations kernels then use."),
+        typer.Option("--run", help="Calibration run: kernels use what it recorded."),
     ] = None,
     jobs: Jobs = CORES,
     json: AsJson = False,
