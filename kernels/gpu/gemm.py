@@ -11,7 +11,6 @@ Shape suffixes: T tokens, I inputs, O outputs, E experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,7 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.gpu.activations import quantize_nvfp4
 from quantkit.kernels.gpu.gemm_tiles import add_splits, packed_gemm
 from quantkit.kernels.gpu.jit import BF16, F16, check_device, has_e4m3, processors
-from quantkit.kernels.matrix import PackedMatrix, check_inputs, check_matrix
+from quantkit.kernels.matrix import PackedMatrix, check_experts, check_input_scale, check_inputs, check_matrix
 from quantkit.kernels.scheme import BLOCK
 from torch import Tensor
 
@@ -36,9 +35,12 @@ def matmul(x_TI: Tensor, w: PackedMatrix, *, input_scale: float | None = None) -
 
     Raises QuantkitError before anything is launched.
     """
-    _check(x_TI, w, input_scale)
+    check_matrix(w)
+    check_inputs(x_TI, w)
+    _check_place(x_TI, [w])
     multiplier = w.global_scale
     if input_scale is not None:
+        check_input_scale(w, input_scale)
         x_TI, multiplier = quantize_nvfp4(x_TI, input_scale), multiplier * input_scale
     tile = _token_tile(x_TI.shape[0], x_TI, w)
     return _launch(x_TI, w, multiplier, triton.cdiv(x_TI.shape[0], tile), tile, (None, None, None))
@@ -52,12 +54,11 @@ def grouped_matmul(
     starts_E1 int32 [E + 1] from 0 to T. The experts have one scheme and shape; their arrays may lie anywhere on the
     device. Otherwise as `matmul`.
     """
-    if not experts:
-        raise QuantkitError("a grouped product needs experts", value=0, allowed="at least 1")
-    for w in experts:
-        _check(x_TI, w, input_scale)
-        _check_alike(w, experts[0])
-    starts = _check_starts(starts_E1, len(experts), x_TI.shape[0])
+    check_experts(x_TI, starts_E1, experts)
+    _check_place(x_TI, experts)
+    if input_scale is not None:
+        check_input_scale(experts[0], input_scale)
+    starts: list[int] = starts_E1.tolist()
     multipliers = [w.global_scale * (1.0 if input_scale is None else input_scale) for w in experts]
     if input_scale is not None:
         x_TI = quantize_nvfp4(x_TI, input_scale)
@@ -73,34 +74,13 @@ def grouped_matmul(
     return _launch(x_TI, experts[0], 1.0, len(tiles), tile, tables, aligned)
 
 
-def _check(x_TI: Tensor, w: PackedMatrix, input_scale: float | None) -> None:
-    check_matrix(w)
-    check_inputs(x_TI, w)
+def _check_place(x_TI: Tensor, matrices: Sequence[PackedMatrix]) -> None:
     check_device(x_TI)
-    for what, array in (("codes", w.codes), ("scales", w.scale), ("zero points", w.zero)):
-        if array is not None and (not isinstance(array, Tensor) or array.device != x_TI.device):
-            place = array.device if isinstance(array, Tensor) else "numpy"
-            raise QuantkitError(f"{what} lie on another device", value=str(place), allowed=str(x_TI.device))
-    if input_scale is not None and w.scheme.name != "nvfp4":
-        raise QuantkitError("only nvfp4 takes quantised activations", value=w.scheme.name, allowed="nvfp4")
-    if input_scale is not None and not (math.isfinite(input_scale) and input_scale > 0):
-        raise QuantkitError("the input scale is not usable", value=input_scale, allowed="finite and positive")
-
-
-def _check_alike(w: PackedMatrix, first: PackedMatrix) -> None:
-    shown = [[m.scheme.name, m.outputs, m.inputs, m.scale_format] for m in (w, first)]
-    if shown[0] != shown[1]:
-        raise QuantkitError("experts differ in scheme or shape", value=shown[0], allowed=shown[1])
-
-
-def _check_starts(starts_E1: Tensor, experts: int, tokens: int) -> list[int]:
-    if starts_E1.dtype != torch.int32 or tuple(starts_E1.shape) != (experts + 1,):
-        shown = f"{starts_E1.dtype} {list(starts_E1.shape)}"
-        raise QuantkitError("token offsets do not fit the experts", value=shown, allowed=f"int32 [{experts + 1}]")
-    starts: list[int] = starts_E1.tolist()
-    if starts[0] != 0 or starts[-1] != tokens or any(a > b for a, b in pairwise(starts)):
-        raise QuantkitError("token offsets do not cover the tokens", value=starts, allowed=f"0 rising to {tokens}")
-    return starts
+    for w in matrices:
+        for what, array in (("codes", w.codes), ("scales", w.scale), ("zero points", w.zero)):
+            place = array.device if isinstance(array, Tensor) else type(array).__name__
+            if array is not None and place != x_TI.device:
+                raise QuantkitError(f"{what} lie elsewhere", value=str(place), allowed=str(x_TI.device))
 
 
 def _offsets(experts: Sequence[PackedMatrix]) -> list[list[int]]:
