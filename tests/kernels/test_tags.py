@@ -255,6 +255,31 @@ def test_a_filed_page_that_was_given_away_is_not_hit_twice(pool):
     assert bad_rows(pool, [taker, slot]) == []
 
 
+def test_a_copy_made_from_a_page_that_was_just_given_away_condemns_the_request(pool):
+    one, _ = filed(pool)
+    prompt = np.append(one[:6], [99, 98]).astype(np.int32)
+    slot, found = pool.open(prompt, 12)
+    assert found == 6
+    pool.tracker.free(pool.table_SL[slot, 1:2])
+    sources, _ = pool.extend(ints(slot), ints(8))
+    assert len(sources) == 1
+    assert bad_rows(pool, [slot]) == [slot]
+
+
+def test_an_abort_takes_pages_that_were_given_away_out_of_the_tree(pool):
+    one, two = filed(pool)
+    slot, found = pool.open(np.append(one, 1).astype(np.int32), 12)
+    assert found == 8
+    pool.extend(ints(slot), ints(9))
+    pool.free.append(int(pool.table_SL[slot, 1]))
+    (taker,) = serve(pool, 4)
+    assert bad_rows(pool, [slot, taker]) == [slot]
+    pool.abort(slot)
+    assert pool.tree.match(one)[1] == 4  # the next request of this prefix need not find out by itself
+    assert pool.tree.match(two)[1] == 8
+    assert bad_rows(pool, [taker]) == []
+
+
 # ---- the end of the counter ----
 
 
