@@ -114,7 +114,7 @@ def check_batch(
     kv_heads = int(cache.k.shape[2]) if isinstance(cache, KVCache) else 1
     if heads == 0 or heads % kv_heads:
         raise QuantkitError("query heads do not share the KV heads evenly", value=heads, allowed=f"{kv_heads} x n")
-    if not (np.isfinite(np.float32(softmax_scale)) and np.float32(softmax_scale) > 0):
+    if not 0 < softmax_scale < float(np.finfo(np.float32).max):
         raise QuantkitError("the softmax scale is not usable", value=softmax_scale, allowed="finite and positive")
     if not isinstance(window, int) or window < 0:
         raise QuantkitError("the window is not usable", value=window, allowed="0 (everything) or a number of tokens")

@@ -60,7 +60,7 @@ def add_softmax(
         most = simd.load_f32(s, at + begin)
         for t in range(begin + _LANES, end, _LANES):
             most = simd.maximum(simd.load_f32(s, at + t), most)
-        new = simd.largest(most) * scale
+        new = kv_lanes.highest(most) * scale
         new = new if new > top[row] else top[row]
         shift = new if new > -np.inf else np.float32(0)
         sums = simd.zeros(1)
@@ -86,7 +86,7 @@ def _add_row(
         o_0 = simd.load_tile(o, m * width + c * _LANES, like)
         for t in range(first, last):
             v_t = kv_lanes.load_strided(v, c * STRIDE + t * _LANES, STRIDE, like)
-            o_0 = simd.fma(simd.tile(simd.splat(p[m * TILE + t]), like), v_t, o_0)
+            o_0 = simd.fma(simd.tile(kv_lanes.spread(p, m * TILE + t), like), v_t, o_0)
         simd.store(o, m * width + c * _LANES, o_0)
 
 
@@ -101,10 +101,10 @@ def _add_rows(
         o_2, o_3 = simd.load_tile(o, at + 2 * width, like), simd.load_tile(o, at + 3 * width, like)
         for t in range(first, last):
             v_t = kv_lanes.load_strided(v, c * STRIDE + t * _LANES, STRIDE, like)
-            o_0 = simd.fma(simd.tile(simd.splat(p[m * TILE + t]), like), v_t, o_0)
-            o_1 = simd.fma(simd.tile(simd.splat(p[(m + 1) * TILE + t]), like), v_t, o_1)
-            o_2 = simd.fma(simd.tile(simd.splat(p[(m + 2) * TILE + t]), like), v_t, o_2)
-            o_3 = simd.fma(simd.tile(simd.splat(p[(m + 3) * TILE + t]), like), v_t, o_3)
+            o_0 = simd.fma(simd.tile(kv_lanes.spread(p, m * TILE + t), like), v_t, o_0)
+            o_1 = simd.fma(simd.tile(kv_lanes.spread(p, (m + 1) * TILE + t), like), v_t, o_1)
+            o_2 = simd.fma(simd.tile(kv_lanes.spread(p, (m + 2) * TILE + t), like), v_t, o_2)
+            o_3 = simd.fma(simd.tile(kv_lanes.spread(p, (m + 3) * TILE + t), like), v_t, o_3)
         simd.store(o, at, o_0)
         simd.store(o, at + width, o_1)
         simd.store(o, at + 2 * width, o_2)

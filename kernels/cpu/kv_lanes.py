@@ -68,6 +68,33 @@ load_nibbles = _loader(_I32x16, ir.VectorType(_I8, 8), _nibbles)
 
 
 @simd.operation
+def spread(typing: Any, array: Any, at: Any) -> Any:
+    """The float32 at index `at` in 16 lanes; unlike `splat(array[at])` it looks at no sign of the index."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        one = builder.load(simd.pointer(context, builder, array, args[0], args[1], _F32), align=4)
+        empty = ir.Constant(_FLOATS, ir.Undefined)
+        lane = builder.insert_element(empty, one, ir.Constant(_I32, 0))
+        return builder.shuffle_vector(lane, empty, simd.mask([0] * _LANES))
+
+    return _F32x16(array, types.intp), build
+
+
+@simd.operation
+def highest(typing: Any, v: Any) -> Any:
+    """The largest of 16 lanes; of two of which one is not a number either may win."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        most = args[0]
+        for half in (8, 4, 2, 1):
+            other = builder.shuffle_vector(most, most, simd.mask([(i + half) % _LANES for i in range(_LANES)]))
+            most = builder.select(builder.fcmp_ordered(">", other, most), other, most)
+        return builder.extract_element(most, ir.Constant(_I32, 0))
+
+    return types.float32(v), build
+
+
+@simd.operation
 def f32_at(typing: Any, array: Any, at: Any) -> Any:
     """The float32 that lies at byte `at` of an array of bytes."""
 

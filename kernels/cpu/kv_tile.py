@@ -175,10 +175,13 @@ def _dsa(codes: U8, row_X: I64, a: int, b: int, out: F32) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def prefetch_rows(rows: Rows, row_X: I64, heads: int, a: int, b: int) -> None:
-    """Ask for the memory of `heads` heads of the tokens a .. b - 1 of a tile; block scales come when they are read."""
+    """Ask for the memory of `heads` heads of the tokens a .. b - 1 of a tile; block scales come when they are read.
+
+    One line of two: processors with a prefetcher for neighbours bring the other, and asking takes time as well.
+    """
     codes, size = rows.codes, rows.row
     for t in range(a, b):
-        for at in range(row_X[t] * size, (row_X[t] + heads) * size, 64):
+        for at in range(row_X[t] * size, (row_X[t] + heads) * size, 128):
             kv_lanes.prefetch(codes, at)
 
 
