@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from quantkit.kernels.cpu.attention import attend, write
+from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.kv import Batch, KVCache
 from quantkit.kernels.paged import PagePool, copy_pages
 from quantkit.kernels.replay_model import Model, Request
@@ -49,7 +50,7 @@ class Fault:
 
     step: int
     when: Literal["before check", "after check"]
-    inject: Callable[[Any, np.random.Generator], Injected | None]
+    inject: Callable[[Replay, np.random.Generator], Injected | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +145,8 @@ class Replay:
             limit = len(request.prompt_T) + request.new_tokens
             opened = self.pool.open(request.prompt_T, limit)
             if opened is None:
+                if not self.running and not self.closing:
+                    raise QuantkitError("nothing runs and the next request does not fit: pages were lost", value=limit)
                 break
             slot, found = opened
             self.text_ST[slot, : len(request.prompt_T)] = request.prompt_T

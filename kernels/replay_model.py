@@ -82,7 +82,10 @@ class Model:
 
     def __init__(self, heads: Heads, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+
+        def draw(*shape: int) -> F32:
+            return rng.standard_normal(shape, np.float32)
+
         self.heads = heads
         self.softmax_scale = heads.dim**-0.5
         self._k_VHD, self._k_NHD = draw(VOCABULARY, heads.kv, heads.dim), draw(_POSITIONS, heads.kv, heads.dim)
