@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.cli import bench
 
 app = typer.Typer(
     name="quantkit",
@@ -143,6 +144,9 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
     width = max(len(n) for n, _ in found)
     for recipe_name, line in found:
         sys.stdout.write(f"{recipe_name:<{width}}  {line}\n")
+
+
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()
