@@ -201,7 +201,9 @@ def write(cache: KVCache, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None
     if _on_cpu(cache.k):
         from quantkit.kernels.cpu import attention as cpu
 
-        cpu.write(_record_as_numpy(cache), *(_as_numpy(x) for x in (slots_T, k_THD, v_THD)))
+        cpu.write(
+            _record_as_numpy(cache), *(_as_numpy(x) for x in (slots_T, k_THD, v_THD)), threads=torch.get_num_threads()
+        )
     else:
         from quantkit.kernels.gpu import attention as gpu
 
@@ -213,7 +215,11 @@ def write_latent(cache: LatentCache, slots_T: Tensor, latent_TR: Tensor, rope_TD
     if _on_cpu(cache.rows):
         from quantkit.kernels.cpu import attention as cpu
 
-        cpu.write_latent(_record_as_numpy(cache), *(_as_numpy(x) for x in (slots_T, latent_TR, rope_TD)))
+        cpu.write_latent(
+            _record_as_numpy(cache),
+            *(_as_numpy(x) for x in (slots_T, latent_TR, rope_TD)),
+            threads=torch.get_num_threads(),
+        )
     else:
         from quantkit.kernels.gpu import attention as gpu
 

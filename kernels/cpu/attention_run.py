@@ -7,7 +7,6 @@ N pieces, F fields of one.
 from __future__ import annotations
 
 import math
-from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from quantkit.kernels.cpu import simd
 from quantkit.kernels.cpu.attention_plan import ROWS, Piece, piece_of, plan, seen_from
 from quantkit.kernels.cpu.attention_tile import add_scores, add_softmax, add_values
 from quantkit.kernels.cpu.kv_tile import STRIDE, TILE, Rows, decode_rows, find_rows, prefetch_rows
+from quantkit.kernels.cpu.workers import share
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -214,24 +214,14 @@ def _merge(task: Task, sinks_H: F32, plan_NF: I64, part: Partial, out_THV: F32) 
 
 
 def run(task: Task, k_rows: Rows, v_rows: Rows, sinks_H: F32 | None, out_THV: F32, threads: int) -> None:
-    """Attention of all queries of the task into out_THV float32 [T, H, V]; `v_rows` is ignored where V is shared.
-
-    Plain threads: the loops are compiled once and not once more for a parallel loop, and several callers may run at the
-    same time, which Numba's own threads do not allow everywhere.
-    """
+    """Attention of all queries of the task into out_THV float32 [T, H, V]; `v_rows` is ignored where V is shared."""
     sinks = np.empty(0, np.float32) if sinks_H is None else sinks_H
     pieces = plan(task.start, task.lengths, k_rows.heads, task.group, task.window)
-    last = Piece(*pieces[-1].tolist()) if len(pieces) else None
-    width = -(-out_THV.shape[2] // _LANES) * _LANES
-    rows = last.part + last.heads * last.rows if last else 0
+    if len(pieces) == 0:
+        return
+    last, width = Piece(*pieces[-1].tolist()), -(-out_THV.shape[2] // _LANES) * _LANES
+    rows = last.part + last.heads * last.rows
     part = Partial(np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows * width, np.float32))
     workers = min(threads, len(pieces))
-    arguments = (workers, task, k_rows, v_rows, sinks, pieces, part, out_THV)
-    others = [Thread(target=_work, args=(n, *arguments)) for n in range(1, workers)]
-    for thread in others:
-        thread.start()
-    if workers:
-        _work(0, *arguments)
-    for thread in others:
-        thread.join()
+    share(lambda worker: _work(worker, workers, task, k_rows, v_rows, sinks, pieces, part, out_THV), workers)
     _merge(task, sinks, pieces, part, out_THV)

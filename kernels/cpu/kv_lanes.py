@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from quantkit.kernels.cpu import simd
+from quantkit.kernels.cpu import simd, widen
 
 _LANES = simd.LANES
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
@@ -34,14 +34,6 @@ def _loader(result: simd.Vector, stored: Any, widen: Callable[[Any, Any], Any]) 
     return simd.operation(load)
 
 
-def _bf16(b: Any, bits: Any) -> Any:
-    return b.bitcast(b.shl(b.zext(bits, _WORDS), ir.Constant(_WORDS, [16] * _LANES)), _FLOATS)
-
-
-def _f16(b: Any, bits: Any) -> Any:
-    return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), _LANES)), _FLOATS)
-
-
 def _e4m3(b: Any, codes: Any) -> Any:
     """Exact: sign and magnitude in their places in a float16, which is then 2^8 too small; 0x7f and 0xff are NaN."""
     halves, bytes_ = ir.VectorType(_I16, 2 * _LANES), ir.VectorType(_I8, 2 * _LANES)
@@ -50,7 +42,7 @@ def _e4m3(b: Any, codes: Any) -> Any:
     shifted = b.shl(b.sext(codes, halves), ir.Constant(halves, [7] * 2 * _LANES))  # the sign twice, then the magnitude
     bits = b.and_(shifted, ir.Constant(halves, [0xBF80] * 2 * _LANES))
     bits = b.select(nan, ir.Constant(halves, [0x7E00] * 2 * _LANES), bits)
-    return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), 2 * _LANES)), ir.VectorType(_F32, 2 * _LANES))
+    return widen.f16_to_f32(b, bits)
 
 
 def _nibbles(b: Any, codes: Any) -> Any:
@@ -59,8 +51,8 @@ def _nibbles(b: Any, codes: Any) -> Any:
     return b.lshr(twice, ir.Constant(_WORDS, [0, 4] * 8))
 
 
-load_bf16 = _loader(_F32x16, ir.VectorType(_I16, _LANES), _bf16)
-load_f16 = _loader(_F32x16, ir.VectorType(_I16, _LANES), _f16)
+load_bf16 = _loader(_F32x16, ir.VectorType(_I16, _LANES), widen.bf16_to_f32)
+load_f16 = _loader(_F32x16, ir.VectorType(_I16, _LANES), widen.f16_to_f32)
 # 32 e4m3 codes, their values divided by 256: twice as fast as two loads of 16, and the factor goes into a scale
 load_e4m3_256th = _loader(simd.Vector("f", 2 * _LANES), ir.VectorType(_I8, 2 * _LANES), _e4m3)
 # 8 bytes as 16 int32 whose lowest four bits are the nibbles, low nibble first; the bits above are not cleared

@@ -21,6 +21,7 @@ from quantkit.kernels.cpu.convert import (
     f32_to_e4m3_code,
     f32_to_f16_bits,
 )
+from quantkit.kernels.cpu.workers import share
 from quantkit.kernels.kv import KVCache, LatentCache, pages_and_slots
 from quantkit.kernels.kv_check import check_write, check_write_latent
 
@@ -102,6 +103,7 @@ def _power(code: np.int32) -> np.float32:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _write_fp4(x_TD: F32, slots_T: I64, block: int, outer: np.float32, out_NB: U8, scale_NG: U8) -> None:
     """Blocks of 16 are NVFP4 under the outer scale, blocks of 32 MXFP4."""
+    scale_D, code_D = np.empty(x_TD.shape[1], np.float32), np.empty(x_TD.shape[1], np.int32)
     for t in range(slots_T.size):
         if slots_T[t] < 0:
             continue
@@ -109,10 +111,12 @@ def _write_fp4(x_TD: F32, slots_T: I64, block: int, outer: np.float32, out_NB: U
         for g in range(scales.size):
             amax = _amax_bits(x, g * block, block)
             code = _nvfp4_scale(amax, outer) if block == 16 else _mxfp4_scale(amax)
-            scale = e4m3_code_to_f32(code) * outer if block == 16 else _power(code)
+            scale_D[g * block : (g + 1) * block] = e4m3_code_to_f32(code) * outer if block == 16 else _power(code)
             scales[g] = code
-            for i in range(g * block, (g + 1) * block, 2):
-                row[i // 2] = f32_to_e2m1_code(x[i] / scale) | (f32_to_e2m1_code(x[i + 1] / scale) << np.int32(4))
+        for d in range(x.size):  # a loop over the whole row is vectorised, one over a block is not
+            code_D[d] = f32_to_e2m1_code(x[d] / scale_D[d])
+        for d in range(row.size):
+            row[d] = code_D[2 * d] | (code_D[2 * d + 1] << np.int32(4))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -158,7 +162,11 @@ def _write_rows(format: str, x_TD: F32, slots_T: I64, scale: float, out_ND: Any,
         _write_fp4(x_TD, slots_T, 16 if format == "nvfp4" else 32, np.float32(scale), out_ND, scale_NG)
 
 
-def write(cache: KVCache, slots_T: NDArray[Any], k_THD: NDArray[Any], v_THD: NDArray[Any]) -> None:
+def _chunk(worker: int, workers: int, tokens: int) -> slice:
+    return slice(tokens * worker // workers, tokens * (worker + 1) // workers)
+
+
+def write(cache: KVCache, slots_T: NDArray[Any], k_THD: NDArray[Any], v_THD: NDArray[Any], *, threads: int = 1) -> None:
     """Store the keys and values of T tokens in their slots (page * S + offset; -1: the token is skipped).
 
     slots_T int32 or int64, each slot once; k_THD [T, KV heads, D] and v_THD float32, float16 or uint16 (bits of
@@ -171,21 +179,37 @@ def write(cache: KVCache, slots_T: NDArray[Any], k_THD: NDArray[Any], v_THD: NDA
         (v_THD, cache.v, cache.v_scale, cache.v_block_scale),
     )
     slots = slots_T.astype(np.int64, copy=False)
-    for x, target, scale, scales in parts:
-        flat = None if scales is None else scales.reshape(pages * size, -1)
-        x_TD = as_f32(x).reshape(len(x), x.shape[1] * x.shape[2])
-        _write_rows(cache.format, x_TD, slots, scale, target.reshape(pages * size, -1), flat)
+    workers = min(threads, len(slots))
+
+    def write_chunk(worker: int) -> None:
+        own = _chunk(worker, workers, len(slots))
+        for x, target, scale, scales in parts:
+            flat = None if scales is None else scales.reshape(pages * size, -1)
+            x_TD = as_f32(x[own]).reshape(-1, x.shape[1] * x.shape[2])
+            _write_rows(cache.format, x_TD, slots[own], scale, target.reshape(pages * size, -1), flat)
+
+    if workers:
+        share(write_chunk, workers)
 
 
-def write_latent(cache: LatentCache, slots_T: NDArray[Any], latent_TR: NDArray[Any], rope_TD: NDArray[Any]) -> None:
+def write_latent(
+    cache: LatentCache, slots_T: NDArray[Any], latent_TR: NDArray[Any], rope_TD: NDArray[Any], *, threads: int = 1
+) -> None:
     """Store the latent rows of T tokens; latent_TR [T, rank] and rope_TD [T, rope], otherwise as `write`."""
     check_write_latent(cache, slots_T, latent_TR, rope_TD)
     pages, size = pages_and_slots(cache)
     rows: Any = cache.rows
     flat = rows.reshape(pages * size, -1)
     slots = slots_T.astype(np.int64, copy=False)
-    if cache.format == "dsa":
-        _write_dsa(as_f32(latent_TR), as_f32(rope_TD), slots, flat)
-    else:
-        x_TD = np.concatenate([as_f32(latent_TR), as_f32(rope_TD)], 1)
-        _write_rows(cache.format, x_TD, slots, cache.scale, flat, None)
+    workers = min(threads, len(slots))
+
+    def write_chunk(worker: int) -> None:
+        own = _chunk(worker, workers, len(slots))
+        latent, rope = as_f32(latent_TR[own]), as_f32(rope_TD[own])
+        if cache.format == "dsa":
+            _write_dsa(latent, rope, slots[own], flat)
+        else:
+            _write_rows(cache.format, np.concatenate([latent, rope], 1), slots[own], cache.scale, flat, None)
+
+    if workers:
+        share(write_chunk, workers)

@@ -9,19 +9,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import config, njit, types
-from numba.core.codegen import get_host_cpu_features
+from numba import njit, types
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import simd
+from quantkit.kernels.cpu import simd, widen
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_F32, simd.LANES), ir.VectorType(_I32, simd.LANES)
-
-
-def _features() -> str:
-    """The instruction sets that code is generated for: Numba's setting, or what the CPU has."""
-    chosen = config.CPU_FEATURES  # type: ignore[attr-defined]
-    return str(get_host_cpu_features() if chosen is None else chosen)  # type: ignore[no-untyped-call]
 
 
 def _lookup_avx512(builder: Any, table: Any, index: Any) -> Any:
@@ -55,7 +48,7 @@ def _lookup_plain(builder: Any, table: Any, index: Any) -> Any:
 @simd.operation
 def lookup(typing: Any, table: Any, index: Any) -> Any:
     """table[index & 15] for each lane: `table` is 16 float32, `index` int32 whose upper bits do not matter."""
-    features = _features()
+    features = widen.features()
     if "+avx512f" in features:
         look = _lookup_avx512
     elif "+avx2" in features:

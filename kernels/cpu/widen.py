@@ -1,22 +1,35 @@
 """16 stored numbers to 16 float32, as LLVM vector code: the value of every code is exact.
 
 `b` is an LLVM builder, `codes` or `bits` a vector of 16 integers of the stored width. float16 does the work where it
-can: CPUs convert it in one instruction, subnormal numbers included.
+can: CPUs convert it in one instruction, subnormal numbers included. Where one does not (x86 before 2012), LLVM would
+call a function that nobody provides, so there it is integer arithmetic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
+from numba import config
+from numba.core.codegen import get_host_cpu_features
 
 _LANES = 16
 _INTS, _FLOATS = ir.VectorType(ir.IntType(32), _LANES), ir.VectorType(ir.FloatType(), _LANES)
-_HALVES, _FLOAT16S = ir.VectorType(ir.IntType(16), _LANES), ir.VectorType(ir.HalfType(), _LANES)
+_HALVES = ir.VectorType(ir.IntType(16), _LANES)
+
+
+def features() -> str:
+    """The instruction sets that code is generated for: Numba's setting, or what the CPU has."""
+    chosen = config.CPU_FEATURES  # type: ignore[attr-defined]
+    return str(get_host_cpu_features() if chosen is None else chosen)  # type: ignore[no-untyped-call]
+
+
+def _converts_float16() -> bool:
+    return binding.get_process_triple().startswith(("aarch64", "arm64")) or "+f16c" in features()
 
 
 def _all(vector: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(vector, [value] * _LANES)
+    return ir.Constant(vector, [value] * vector.count)
 
 
 def e4m3_to_f32(b: Any, codes: Any) -> Any:
@@ -27,14 +40,12 @@ def e4m3_to_f32(b: Any, codes: Any) -> Any:
     bits = b.or_(b.shl(magnitude, _all(_HALVES, 7)), sign)
     nan = b.icmp_unsigned("==", magnitude, _all(_HALVES, 0x7F))
     bits = b.select(nan, _all(_HALVES, 0x7E00), bits)
-    value = b.fpext(b.bitcast(bits, _FLOAT16S), _FLOATS)
-    return b.fmul(value, _all(_FLOATS, 256.0))
+    return b.fmul(f16_to_f32(b, bits), _all(_FLOATS, 256.0))
 
 
 def e5m2_to_f32(b: Any, codes: Any) -> Any:
     """Exact: an E5M2 code is the upper byte of a float16."""
-    bits = b.shl(b.zext(codes, _HALVES), _all(_HALVES, 8))
-    return b.fpext(b.bitcast(bits, _FLOAT16S), _FLOATS)
+    return f16_to_f32(b, b.shl(b.zext(codes, _HALVES), _all(_HALVES, 8)))
 
 
 def e8m0_to_f32(b: Any, codes: Any) -> Any:
@@ -53,5 +64,17 @@ def bf16_to_f32(b: Any, bits: Any) -> Any:
 
 
 def f16_to_f32(b: Any, bits: Any) -> Any:
-    """Exact."""
-    return b.fpext(b.bitcast(bits, _FLOAT16S), _FLOATS)
+    """Exact, for any number of lanes."""
+    lanes = bits.type.count
+    floats, ints = ir.VectorType(ir.FloatType(), lanes), ir.VectorType(ir.IntType(32), lanes)
+    if _converts_float16():
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
+    wide = b.zext(bits, ints)
+    magnitude = b.shl(b.and_(wide, _all(ints, 0x7FFF)), _all(ints, 13))
+    sign = b.shl(b.and_(wide, _all(ints, 0x8000)), _all(ints, 16))
+    special = b.icmp_unsigned(">=", magnitude, _all(ints, 31 << 23))  # infinity and NaN keep the largest exponent
+    normal = b.add(magnitude, b.select(special, _all(ints, 224 << 23), _all(ints, 112 << 23)))
+    one_up = b.bitcast(b.add(magnitude, _all(ints, 113 << 23)), floats)  # 2^-14 more than the subnormal number
+    tiny = b.bitcast(b.fsub(one_up, _all(floats, 2.0**-14)), ints)
+    subnormal = b.icmp_unsigned("<", magnitude, _all(ints, 1 << 23))
+    return b.bitcast(b.or_(b.select(subnormal, tiny, normal), sign), floats)

@@ -24,7 +24,7 @@ def reference(cache, slots, *rows):
 
 def numba(cache, slots, *rows):
     write = cpu.write if hasattr(cache, "k") else cpu.write_latent
-    write(cache, slots, *rows)
+    write(cache, slots, *rows, threads=3)
 
 
 def dispatched(cache, slots, *rows):
