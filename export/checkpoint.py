@@ -25,13 +25,17 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`tensors` in the order of their files; `side_files` are all other files of the folder, relative to it."""
+    """`tensors` in the order of their files; `side_files` are all other files of the folder, relative to it.
+
+    calibrated  logical tensors that a calibration run has put in place of the published ones, or added
+    """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
     side_files: tuple[Path, ...]
+    calibrated: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.plan import Matrix, Task
-from quantkit.quantize.recipe import Recipe, Rule
+from quantkit.quantize.recipe import CALIBRATED, Recipe, Rule
 from quantkit.quantize.roles import Placed, roles_of
 
 AUTO_GROUPS = (128, 64, 32)
@@ -34,6 +34,13 @@ def as_fp8_block(weight: Weight) -> str | None:
     """`fp8-block` for blocks whose float32 scales happen to be powers of two: they are good FP8 blocks as well."""
     is_f32 = "scale" in weight.parts and weight.parts["scale"].dtype == "F32"
     return "fp8-block" if weight.scheme == SCHEMES["fp8-block-ue8m0"] and is_f32 else None
+
+
+def methods_of(scheme: QuantScheme) -> tuple[str, ...]:
+    """Names of the methods that can choose codes of a scheme."""
+    if scheme.element == "float":
+        return ()
+    return (*METHODS[family(scheme)], *(CALIBRATED if scheme.element in ("int4", "e2m1") else ()))
 
 
 class Fates:
@@ -99,13 +106,13 @@ class Fates:
                 inputs = {w.shape[-1] for n, w in self.weights.items() if chosen[n] is rule and self.placed[n].linear}
                 group = next((g for g in AUTO_GROUPS if all(i % g == 0 for i in inputs)), 32)
             found[id(rule)] = rule.with_group(group) if group else SCHEMES[rule.scheme]
-            known = METHODS[family(found[id(rule)])] if found[id(rule)].element != "float" else ()
-            if rule.method is not None and rule.method not in known:
+            known = methods_of(found[id(rule)])
+            if rule.method is not None and rule.method.name not in known:
                 self.errors.append(
                     QuantkitError(
                         f"unknown method for {rule.scheme}",
                         file=self.recipe.name,
-                        value=rule.method,
+                        value=rule.method.name,
                         allowed=", ".join(known) or "none",
                     )
                 )
@@ -136,7 +143,7 @@ class Fates:
                     self.fault(
                         "not a float tensor", weight, value=weight.parts["codes"].dtype, allowed=", ".join(FLOATS)
                     )
-                method = rule.method or DEFAULT_METHOD[family(scheme)]
+                method = rule.method.name if rule.method else DEFAULT_METHOD[family(scheme)]
                 for module, matrix in self.matrices(weight, placed, scheme):
                     task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
                     tasks.append(task)

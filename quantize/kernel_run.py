@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.sources.packed import packed_rows
 from quantkit.export.sources.rows import Buffers, row_source
-from quantkit.kernels.cpu.compare import products
+from quantkit.kernels.cpu.compare import products, sq_difference
 from quantkit.kernels.cpu.gemm import matmul
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
 from quantkit.quantize.pairs import Pair
@@ -32,16 +32,21 @@ AGREES = 2.0**-18
 
 @dataclass(frozen=True, slots=True)
 class KernelRun:
-    """Outputs of one layer: `off` of `count` differ between kernel and decoded weight; squares of the error, and of the
-    outputs, of the source weight.
+    """Outputs of one layer: `off` of `count` differ between kernel and decoded weight.
+
+    sq_err, sq_norm      sums of squares of the outputs' error against the source weight, and of the source's outputs
+    sq_w_err, sq_w_norm  the same of the weights themselves
     """
 
     name: str
+    scheme: str
     count: int
     off: int
     recorded: bool
     sq_err: float
     sq_norm: float
+    sq_w_err: float
+    sq_w_norm: float
 
 
 def outputs_off(y_TR: F32, x_TI: F32, hat_RI: F32) -> int:
@@ -65,7 +70,7 @@ def run_kernel(pair: Pair, inputs_of: Inputs, reader: Reader) -> KernelRun | Non
     decoded = row_source(out, rows, inputs, out_row, None, reader, Buffers())
     x_TI, recorded = inputs_of(out.module, inputs)
     w_RI, hat_RI = (np.empty((chunk_rows(inputs, packed.multiple), inputs), np.float32) for _ in range(2))
-    off, sums = 0, np.zeros(2, np.float64)
+    off, sums, sums_w = 0, np.zeros(2, np.float64), np.zeros(2, np.float64)
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
         source.load(first, n_rows)
         decoded.load(first, n_rows)
@@ -77,4 +82,6 @@ def run_kernel(pair: Pair, inputs_of: Inputs, reader: Reader) -> KernelRun | Non
             exact_TR, size_TR = np.empty_like(y_TR), np.empty_like(y_TR)
             products(x_TI, w_RI[:n], exact_TR, size_TR)
             sums += (np.sum((y_TR - exact_TR) ** 2, dtype=np.float64), np.sum(exact_TR**2, dtype=np.float64))
-    return KernelRun(out.name, len(x_TI) * rows, off, recorded, float(sums[0]), float(sums[1]))
+            sums_w += sq_difference(w_RI[:n], hat_RI[:n])
+    errors = [float(e) for e in (*sums, *sums_w)]
+    return KernelRun(out.name, packed.scheme.name, len(x_TI) * rows, off, recorded, *errors)

@@ -28,6 +28,7 @@ def _known_scheme(name: str) -> str:
     return name
 
 
+CALIBRATED = ("gptq",)  # methods of `quantkit.quantize.methods`, which need activations
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Group = Literal["auto", "channel", 32, 64, 128]
 
@@ -72,12 +73,41 @@ class Match(Strict):
         return f"role {', '.join(self.role)}" if self.role else f"name {', '.join(self.name)}"
 
 
+def _as_method(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Method(Strict):
+    """How codes are chosen: a data-free search of scales by name, or a method that a calibration run carries out.
+
+    act_order  gptq: `static` works on the columns with the largest inputs first, scales and layout unchanged
+    damp       gptq: share of the mean of the Hessian's diagonal that is added to it
+    """
+
+    name: str
+    act_order: Literal["static", "none"] = "static"
+    damp: float = Field(default=0.01, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _options(self) -> Method:
+        given = self.model_fields_set - {"name"}
+        if given and self.name != "gptq":
+            raise ValueError(f"the method {self.name!r} has no options, here: {', '.join(sorted(given))}")
+        return self
+
+    @property
+    def calibrated(self) -> bool:
+        """True when it needs activations."""
+        return self.name in CALIBRATED
+
+
 class Rule(Strict):
     """One rule: `keep: true` (bytes as published), `drop: <reason>`, or a `scheme`.
 
     group        int4 only: overrides the group of the scheme; `auto` takes the largest of 128, 64, 32 that divides the
                  inputs of every weight of the rule
-    method       how scales are searched: see `quantkit.kernels.cpu.rows.METHODS`; the best one by default
+    method       how codes are chosen: a search of `quantkit.kernels.cpu.rows.METHODS` (by default the best one), or one
+                 of CALIBRATED; a name, or a mapping with options
     input_scale  fp8-tensor only: a static activation scale to be written, where no calibration measures one
     """
 
@@ -86,7 +116,7 @@ class Rule(Strict):
     drop: str | None = Field(default=None, min_length=1)
     scheme: Annotated[str, AfterValidator(_known_scheme)] | None = None
     group: Group | None = None
-    method: str | None = None
+    method: Annotated[Method | None, BeforeValidator(_as_method)] = None
     input_scale: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
@@ -107,6 +137,26 @@ class Rule(Strict):
         return SCHEMES[f"{prefix}-channel" if group == "channel" else f"{prefix}-g{group}"]
 
 
+class KVCache(Strict):
+    """Scales for an FP8 KV cache, measured by a calibration run.
+
+    rule      amax: headroom * largest value / 448. `percentile` and `mse` are there to compare with: they clip
+    headroom  room for values that the calibration text did not show
+    """
+
+    dtype: Literal["fp8_e4m3"] = "fp8_e4m3"
+    rule: Literal["amax", "percentile", "mse"] = "amax"
+    headroom: float = Field(default=1.25, ge=1, le=16)
+
+
+class Calibration(Strict):
+    """How much text a calibration run reads; the command line overrides each."""
+
+    samples: int = Field(default=512, ge=1)
+    seq_len: int = Field(default=2048, ge=1)
+    seed: int = 0
+
+
 class Output(Strict):
     """One checkpoint to be written."""
 
@@ -120,6 +170,8 @@ class Recipe(Strict):
 
     name: str = ""
     weights: tuple[Rule, ...] = Field(min_length=1)
+    kv_cache: KVCache | None = None
+    calibration: Calibration = Calibration()
     outputs: tuple[Output, ...] = Field(default=(Output(),), min_length=1, max_length=1)
 
     @model_validator(mode="after")
@@ -127,6 +179,11 @@ class Recipe(Strict):
         if not self.weights[-1].match.closing:
             raise ValueError('the last rule must be the one for everything else: {match: {role: "*"}, keep: true}')
         return self
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True when a rule or the cache needs activations."""
+        return self.kv_cache is not None or any(r.method is not None and r.method.calibrated for r in self.weights)
 
     @property
     def output(self) -> Output:

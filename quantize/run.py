@@ -27,6 +27,7 @@ from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
 from quantkit.quantize.plan import Plan, Shard, Step
+from quantkit.quantize.recipe import CALIBRATED
 from quantkit.quantize.target import Target
 from quantkit.quantize.work import Measured, run_step
 
@@ -110,6 +111,7 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
     Raises QuantkitError for a fault in a weight, a full disk, or an output that is taken.
     """
     out = out.absolute()
+    _check_calibrated(plan)
     already = _finished(plan, out)
     if already is not None:
         shutil.rmtree(work_folder(out), ignore_errors=True)
@@ -138,6 +140,17 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
     finally:
         work.close()
     return Summary(plan.bytes_in, plan.bytes_out, seconds, resumed, measured)
+
+
+def _check_calibrated(plan: Plan) -> None:
+    """Refuse layers whose method needs activations: they come out of a calibration run with their codes chosen."""
+    left = [t for t in plan.tasks if t.fate == "quantize" and t.method in CALIBRATED]
+    if left:
+        raise QuantkitError(
+            f"the method {left[0].method} needs a calibration run", file=plan.recipe.name, tensor=left[0].name,
+            value=f"{len(left)} layers without calibrated codes",
+            hint="`quantkit calibrate SOURCE -r RECIPE -o RUN`, then `quantkit export RUN -o OUT`",
+        )  # fmt: skip
 
 
 def is_finished(plan: Plan, out: Path) -> bool:
@@ -277,6 +290,7 @@ def _manifest(plan: Plan, measured: Mapping[str, Measured]) -> dict[str, Any]:
             for t in plan.tasks
             if t.fate != "keep"
         },
+        **({"calibrated": sorted(plan.source.calibrated)} if plan.source.calibrated else {}),
         "dropped": {t.name: t.reason for t in plan.tasks if t.fate == "drop"},
         "measured": {name: [m.sq_err, m.sq_norm] for name, m in measured.items()},
     }

@@ -28,6 +28,7 @@ from quantkit.kernels.measure import relative_error, sqnr_db
 from quantkit.quantize.compare import Compared, compare
 from quantkit.quantize.kernel_run import KernelRun, run_kernel
 from quantkit.quantize.kv_run import BOUND, KVRun, kv_runs, stored_scales
+from quantkit.quantize.overlay import WEIGHTS, overlaid
 from quantkit.quantize.pairs import Pair, pairs_of
 from quantkit.quantize.recorded import inputs_from, recorded_tensors
 from quantkit.quantize.roles import Placed, roles_of
@@ -87,7 +88,7 @@ class Report:
                     "name": e.name,
                     "scheme": e.scheme,
                     "relative_error": e.error,
-                    "bound": e.bound,
+                    "bound": e.bound if math.isfinite(e.bound) else None,
                     "sqnr_db": e.sqnr if math.isfinite(e.sqnr) else None,
                     "output_error": e.output_error if math.isfinite(e.output_error) else None,
                     "passed": e.error <= e.bound * TOLERANCE,
@@ -137,7 +138,7 @@ def verify_checkpoint(
         ours = manifest is not None and manifest.get("format") != "as published"
         checks.append(check_config(checkpoint, weights, _linear(weights, placed), ours=ours))
         if source is not None:
-            more, layers = _against_source(weights, source, manifest, recorded, reader, jobs, advance)
+            more, layers = _against_source(weights, source, run, manifest, recorded, reader, jobs, advance)
             checks += more
         scales = stored_scales(weights, placed, reader)
         fp8_cache = has_fp8_kv(checkpoint.config) or bool(scales)
@@ -153,35 +154,57 @@ def _linear(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list
 
 
 def _against_source(
-    weights: Mapping[str, Weight], source: Checkpoint, manifest: Mapping[str, Any] | None,
+    weights: Mapping[str, Weight], source: Checkpoint, run: Path | None, manifest: Mapping[str, Any] | None,
     recorded: Mapping[str, TensorInfo], reader: Reader, jobs: int, advance: Callable[[int], None],
 ) -> tuple[list[Check], list[LayerError]]:  # fmt: skip
-    """Compare every weight of the source with what became of it."""
+    """Compare every weight of the source with what became of it.
+
+    What a calibration run has chosen is compared, bit for bit, with that run; without its folder only the kernels run
+    on those layers, since their codes are not the nearest ones and are not meant to be.
+    """
     dropped = set((manifest or {}).get("dropped") or {})
-    pairs, missing, strange = pairs_of(weights_of(source), weights, dropped)
+    ours = set((manifest or {}).get("calibrated") or ())
+    published = weights_of(source)
+    chosen = published
+    if run is not None and (run / WEIGHTS).is_dir():
+        laid = overlaid(source, run, fp8_kv=False)
+        chosen, ours = weights_of(laid), set()
+    pairs, missing, strange = pairs_of(chosen, weights, dropped)
     lost = tuple(f"{n}: is in the source, nothing of it in the checkpoint" for n in missing)
-    added = tuple(f"{n}: is not in the source" for n in strange)
+    added = tuple(f"{n}: is not in the source" for n in strange if n not in ours)
+    known = f"{len(pairs)} weights, {len(dropped)} dropped by a rule"
     checks = [
         Check(
             "every tensor of the source is accounted for",
-            f"{len(pairs)} weights, {len(dropped)} dropped by a rule",
+            known + (f", {len(ours)} from a calibration run" if ours else ""),
             lost + added,
         )
     ]
-
     inputs_of = inputs_from(recorded, reader)
+    originals = {(p.output.name, p.out_expert): p for p in pairs_of(published, weights, dropped)[0]}
 
-    def work(pair: Pair) -> tuple[Compared, KernelRun | None]:
-        result = compare(pair, reader), run_kernel(pair, inputs_of, reader)
+    def work(pair: Pair) -> tuple[Compared | None, KernelRun | None]:
+        original = originals.get((pair.output.name, pair.out_expert))
+        kernel = run_kernel(original, inputs_of, reader) if original else None
+        compared = None if pair.output.name in ours else compare(pair, reader)
         advance(pair.nbytes)
-        return result
+        return compared, kernel
 
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(work, pairs))
-    compared = [c for c, _ in results]
+    compared = [c for c, _ in results if c is not None]
+    layers = [_layer(c, r) for c, r in results if c is not None and c.scheme]
+    verdicts = _verdicts(compared, layers)
+    given = [r for c, r in results if r is not None and not (c is not None and c.scheme) and r.sq_w_err]
     runs = [r for _, r in results if r is not None]
-    layers = [_layer(c, r) for c, r in results if c.scheme]
-    return [*checks, *_verdicts(compared, layers), *_kernel_check(runs)], layers
+    return [*checks, *verdicts, *_kernel_check(runs)], layers + [_given(r) for r in given]
+
+
+def _given(run: KernelRun) -> LayerError:
+    """A layer whose codes were chosen elsewhere: by a calibration run. No bound holds for its weights."""
+    error = relative_error(run.sq_w_err, run.sq_w_norm)
+    outputs = relative_error(run.sq_err, run.sq_norm)
+    return LayerError(run.name, run.scheme, error, math.inf, sqnr_db(error), outputs)
 
 
 def _layer(c: Compared, run: KernelRun | None) -> LayerError:

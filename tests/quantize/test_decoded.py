@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import quantised
 import quantised_fp4
 import torch
 from families import FAMILIES, load_tensors
 from quantkit.export.checkpoint import Reader, open_checkpoint
+from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.decoded import DecodedWeights
 
 
@@ -35,3 +37,15 @@ def test_quantised_tensors_are_decoded(tmp_path: Path) -> None:
                 got = weights.read(name)
                 assert got.dtype == torch.float32
                 np.testing.assert_array_equal(got.numpy(), values, err_msg=name)
+
+
+def test_one_expert_of_a_fused_tensor(tmp_path: Path) -> None:
+    source = FAMILIES["gpt_oss"](tmp_path / "s")
+    with Reader() as reader:
+        weights = DecodedWeights(open_checkpoint(source), reader)
+        fused = [n for n in weights.names() if len(weights.shape(n)) == 3]
+        assert fused
+        for name in fused:
+            assert torch.equal(weights.read_expert(name, 1), weights.read(name)[1])
+        with pytest.raises(QuantkitError, match="no such expert"):
+            weights.read_expert(fused[0], 999)

@@ -1,0 +1,61 @@
+"""A calibration run laid over its source: what `export` then plans, writes and verifies like any other checkpoint.
+
+A run folder holds the calibrated layers in their final numbers (`weights/*.safetensors` under compressed-tensors names:
+codes and scales that pass bit for bit into any format), plain tensors that a method changed, and the scales of the KV
+cache. Each takes the place of the tensors of the same layer; everything else is the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.export.checkpoint import Checkpoint, quantization_config, read_tensors
+from quantkit.export.formats import FP8_KV
+from quantkit.export.safetensors_file import TensorInfo
+from quantkit.export.sources.detect import weights_of
+from quantkit.kernels.errors import QuantkitError
+
+WEIGHTS = "weights"
+
+
+def overlaid(source: Checkpoint, run: Path, *, fp8_kv: bool) -> Checkpoint:
+    """The source with the tensors of a run in place of its own.
+
+    fp8_kv  the run has scales for an FP8 KV cache: the configuration then says so, or engines would not look for them
+
+    Raises QuantkitError when the run replaces a layer that the source does not have.
+    """
+    files = sorted((run / WEIGHTS).glob("*.safetensors"))
+    found = read_tensors(files)
+    ours = weights_of(replace(source, tensors=found))
+    theirs = weights_of(source)
+    gone: set[str] = set()
+    for name, weight in ours.items():
+        if name in theirs:
+            if theirs[name].shape != weight.shape:
+                raise QuantkitError(
+                    "a layer of the run has another shape than the source's", file=run, tensor=name,
+                    value=list(weight.shape), allowed=list(theirs[name].shape),
+                    hint="the run was made from another checkpoint",
+                )  # fmt: skip
+            gone.update(t.name for t in (*theirs[name].parts.values(), *theirs[name].extra))
+        elif not name.endswith(("k_scale", "v_scale")):
+            raise QuantkitError(
+                "a layer of the run is not in the source", file=run, tensor=name,
+                hint="the run was made from another checkpoint",
+            )  # fmt: skip
+    tensors: dict[str, TensorInfo] = {n: t for n, t in source.tensors.items() if n not in gone} | found
+    config = _with_fp8_kv(source.config) if fp8_kv else source.config
+    return replace(source, config=config, tensors=tensors, calibrated=frozenset(ours))
+
+
+def _with_fp8_kv(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with an FP8 KV cache switched on, wherever it describes its quantisation."""
+    quant = {**quantization_config(config), "kv_cache_scheme": FP8_KV}
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and "quantization_config" in text and "quantization_config" not in config:
+        return {**config, "text_config": {**text, "quantization_config": quant}}
+    return {**config, "quantization_config": quant}
