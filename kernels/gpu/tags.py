@@ -26,7 +26,7 @@ def check_tags(expected_RL: Tensor, pages_RL: Tensor, actual_P: Tensor) -> Tenso
     requests, most = _check(expected_RL, pages_RL, actual_P)
     good_R = torch.empty(requests, dtype=torch.bool, device=actual_P.device)
     if requests:
-        _compare[(requests,)](
+        compare[(requests,)](
             expected_RL, pages_RL, actual_P, good_R.view(torch.int8), most, actual_P.shape[0], BLOCK=_BLOCK
         )
     return good_R
@@ -48,10 +48,11 @@ def _check(expected_RL: Tensor, pages_RL: Tensor, actual_P: Tensor) -> tuple[int
 
 
 @jit
-def _compare(
+def compare(
     expected_ptr: tl.tensor, pages_ptr: tl.tensor, actual_ptr: tl.tensor, good_ptr: tl.tensor, most: tl.tensor,
     pages: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store 1 for a request whose pages all have their tags, else 0; the grid is (requests,)."""
     request = tl.program_id(0).to(tl.int64)
     wrong = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, most, BLOCK):

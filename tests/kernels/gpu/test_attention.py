@@ -36,7 +36,7 @@ SHAPES = [
     (16, 1, 4, 64, 64, [600], [1]),
     (1, 2, 1, 64, 32, [33, 5], [1, 1]),
     (64, 1, 16, 128, 128, [200], [3]),
-    (16, 2, 3, 32, 64, [40, 0, 17, 64, 1], [7, 0, 1, 50, 1]),
+    (16, 2, 3, 32, 64, [40, 0, 17, 64, 1], [7, 0, 1, 30, 1]),
     (7, 1, 5, 96, 160, [90], [21]),
 ]
 ODD = [
@@ -53,10 +53,18 @@ def test_shapes(format, shape, device):
     q, cache, batch = problem(
         1, format, slots=slots, heads=heads, group=group, k_dim=k_dim, v_dim=v_dim, lengths=lengths, queries=queries
     )
-    for dtype in DTYPES:
-        given = torch.from_numpy(q).to(dtype)
-        got = attend(given, cache, batch, device, softmax_scale=k_dim**-0.5)
-        assert_close(got, given.float().numpy(), cache, batch, k_dim**-0.5)
+    given = torch.from_numpy(q).to(DTYPES[(FORMATS.index(format) + SHAPES.index(shape)) % 3])
+    got = attend(given, cache, batch, device, softmax_scale=k_dim**-0.5)
+    assert_close(got, given.float().numpy(), cache, batch, k_dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_dtypes_of_queries(format, dtype, device):
+    q, cache, batch = problem(16, format, slots=16, heads=1, group=2, k_dim=32, v_dim=32, lengths=[50], queries=[9])
+    given = torch.from_numpy(q).to(dtype)
+    got = attend(given, cache, batch, device, softmax_scale=0.2)
+    assert_close(got, given.float().numpy(), cache, batch, 0.2)
 
 
 @pytest.mark.parametrize("format", ["bf16", "e4m3"])
@@ -75,7 +83,7 @@ def test_widths_that_are_no_power_of_two(format, shape, device):
 )
 def test_window_and_sinks(format, window, with_sinks, device):
     q, cache, batch = problem(
-        3, format, slots=16, heads=1, group=4, k_dim=32, v_dim=32, lengths=[300, 7, 130], queries=[1, 3, 40]
+        3, format, slots=16, heads=1, group=4, k_dim=32, v_dim=32, lengths=[150, 7, 80], queries=[1, 3, 20]
     )
     sinks = np.random.default_rng(0).standard_normal(4).astype(np.float32) * 3 if with_sinks else None
     got = attend(q, cache, batch, device, softmax_scale=0.2, window=window, sinks_H=sinks)
@@ -91,7 +99,7 @@ def test_pages_before_the_window_need_not_exist(device):
     np.testing.assert_array_equal(got, attend(q, cache, batch, device, softmax_scale=0.2, window=20))
 
 
-@pytest.mark.parametrize("length", [511, 512, 513, 4000])
+@pytest.mark.parametrize("length", [513, 3000])
 def test_long_requests_are_split_over_their_tokens(length, device):
     q, cache, batch = problem(
         5, "e4m3", slots=64, heads=1, group=2, k_dim=16, v_dim=32, lengths=[length, 40], queries=[2, 1]

@@ -31,8 +31,7 @@ def bits(array):
     """Bits as integers; every NaN of a 16-bit float is the same one."""
     if array is None or array.dtype == torch.uint8:
         return array
-    values = array.cpu().view(torch.int16).int() & 0xFFFF
-    return values
+    return array.cpu().view(torch.int16).int() & 0xFFFF
 
 
 def same(a, b, format):

