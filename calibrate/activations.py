@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What enters a block: hidden states of N samples of equal length, and what else the family's layers pass on.
+    """What enters a block: hidden states [N, L, D] of samples of equal length, and what else the family passes on.
 
     `rest` is None for a family whose layers return a tensor, else the other members of their tuple (GLM-DSA: the token
     indices that its next layers share).
     """
 
-    hidden_NLD: torch.Tensor
+    hidden: torch.Tensor
     rest: tuple[torch.Tensor | None, ...] | None = None

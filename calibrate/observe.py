@@ -1,13 +1,24 @@
 """What is watched while a block runs: inputs of linear layers, and the keys and values an engine would cache.
 
-Letters: T tokens, I inputs, H KV heads, Q query heads, D head values, C latent + RoPE values of an MLA cache row.
+Nothing foreign is patched. Linear layers get forward pre-hooks; attention and experts are functions that transformers 5
+looks up by name, and the name in use is bound to ours for the time of one run. (A *new* name would lose the mask
+silently: transformers makes none for a name it does not know, and GLM-DSA's sparse mask knows only `eager` and `sdpa`.)
+
+Letters: T tokens, I inputs, H KV heads, Q query heads, D head values, C latent + RoPE values of an MLA cache row,
+N samples of one batch, L tokens of a sample, R RoPE values of an MLA key.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
+
+# (layer, keys [T, H, D], values [T, H, D]) -> the same as they come back from a quantised cache
+Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Observer(Protocol):
@@ -22,5 +33,144 @@ class Observer(Protocol):
         ...
 
     def latent(self, layer: int, row_TC: torch.Tensor) -> None:
-        """MLA, in place of `kv`: normalised latent and roped k_pe in one row."""
+        """MLA, in place of `kv`: normalised latent and roped k_pe in one row.
+
+        transformers turns interleaved RoPE pairs into halves first, so k_pe has the values of an engine's cache in
+        another order.
+        """
         ...
+
+
+@contextmanager
+def bound(interface: Any, key: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Bind `key` of one of transformers' function tables to `function`, in this process, until the end of the block."""
+    interface[key] = function
+    try:
+        yield
+    finally:
+        del interface[key]
+
+
+def _by_token(x_NHLD: torch.Tensor) -> torch.Tensor:
+    return x_NHLD.transpose(1, 2).flatten(0, 1)
+
+
+def _by_head(x_THD: torch.Tensor, like_NHLD: torch.Tensor) -> torch.Tensor:
+    n, _, length, _ = like_NHLD.shape
+    return x_THD.to(like_NHLD.dtype).reshape(n, length, *x_THD.shape[1:]).transpose(1, 2)
+
+
+class _Attention:
+    """Stands where transformers looks its attention function up, and calls the one that was there."""
+
+    def __init__(
+        self, name: str, inner: Callable[..., Any] | None, layer: int, observe: Observer | None, cache: Cache | None
+    ) -> None:
+        self.name, self.inner, self.layer, self.observe, self.cache = name, inner, layer, observe, cache
+        self.latent: torch.Tensor | None = None
+
+    def normed(self, module: torch.nn.Module, args: Any, latent_NLC: torch.Tensor) -> torch.Tensor:
+        """Forward hook of MLA's `kv_a_layernorm`: the latent as it is cached, passed through the cache."""
+        self.latent = latent_NLC
+        if self.cache is None:
+            return latent_NLC
+        flat = latent_NLC.flatten(0, -2)[:, None]
+        return self.cache(self.layer, flat, flat[..., :0])[0].reshape(latent_NLC.shape).to(latent_NLC.dtype)
+
+    def __call__(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.latent is not None:
+            k = self._latent_keys(module, k)
+        else:
+            if self.observe is not None:
+                self.observe.kv(self.layer, _by_token(q), _by_token(k), _by_token(v))
+            if self.cache is not None:
+                new_k, new_v = self.cache(self.layer, _by_token(k), _by_token(v))
+                k, v = _by_head(new_k, k), _by_head(new_v, v)
+        inner = self.inner or sys.modules[type(module).__module__].eager_attention_forward
+        return inner(module, q, k, v, mask, *args, **kwargs)
+
+    def _latent_keys(self, module: Any, k_NHLD: torch.Tensor) -> torch.Tensor:
+        """MLA: every head's key ends in the same roped k_pe, which the cache holds once."""
+        nope = module.qk_nope_head_dim
+        pe_NLR = k_NHLD[:, 0, :, nope:]
+        latent, self.latent = self.latent, None
+        assert latent is not None
+        if self.observe is not None:
+            self.observe.latent(self.layer, torch.cat((latent, pe_NLR), -1).flatten(0, -2))
+        if self.cache is None:
+            return k_NHLD
+        flat = pe_NLR.flatten(0, 1)[:, None]
+        stored = self.cache(self.layer, flat, flat[..., :0])[0].to(k_NHLD.dtype).reshape(pe_NLR.shape)
+        return torch.cat((k_NHLD[..., :nope], stored[:, None].expand(-1, k_NHLD.shape[1], -1, -1)), -1)
+
+
+@contextmanager
+def attention_watched(
+    layer_module: torch.nn.Module, implementation: str, layer: int, observe: Observer | None, cache: Cache | None
+) -> Iterator[None]:
+    """Show the observer what the attention of one block caches, and pass it through `cache`.
+
+    For MLA `cache` is called twice, with the latent and with k_pe as keys of one head, and values of no width.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    inner = None if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    attention = _Attention(implementation, inner, layer, observe, cache)
+    with ExitStack() as stack:
+        stack.enter_context(bound(ALL_ATTENTION_FUNCTIONS, implementation, attention))
+        for name, module in layer_module.named_modules():
+            if name.endswith("kv_a_layernorm"):
+                handle = module.register_forward_hook(attention.normed)
+                stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def linears_watched(sets: Sequence[tuple[torch.nn.Module, tuple[str, ...]]], observe: Observer) -> Iterator[None]:
+    """Show the observer the input of each set; the module is the one of the set that runs first."""
+    with ExitStack() as stack:
+        for module, names in sets:
+
+            def hook(_: torch.nn.Module, args: tuple[Any, ...], names: tuple[str, ...] = names) -> None:
+                x_TI = args[0].reshape(-1, args[0].shape[-1])
+                if len(x_TI):
+                    observe.linear(names, x_TI)
+
+            stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield
+
+
+def experts_forward(
+    module: Any,
+    hidden_TD: torch.Tensor,
+    index_TK: torch.Tensor,
+    weight_TK: torch.Tensor,
+    matrix: Callable[[str, int], torch.Tensor],
+    seen: Callable[[str, int, torch.Tensor], None],
+) -> torch.Tensor:
+    """The routed experts of one layer, expert by expert as transformers' own loop does it: the same bits.
+
+    `matrix(name, e)` gives the matrix of a parameter when it is needed; `seen(name, e, x)` is shown what enters it.
+    """
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    out_TD = torch.zeros_like(hidden_TD)
+
+    def project(name: str, e: int, x: torch.Tensor) -> torch.Tensor:
+        seen(name, e, x)
+        w = matrix(name, e)
+        bias = getattr(module, f"{name}_bias")[e] if module.has_bias else None
+        if module.is_transposed:
+            return x @ w if bias is None else x @ w + bias
+        return torch.nn.functional.linear(x, w, bias)
+
+    for e in torch.unique(index_TK).tolist():
+        if e >= module.num_experts:
+            continue  # the mark of a token that no expert of this machine takes
+        position, token = torch.where(index_TK.T.eq(e))
+        x = project(first, e, hidden_TD[token])
+        x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        x = project("down_proj", e, x) * weight_TK[token, position, None]
+        out_TD.index_add_(0, token, x.to(out_TD.dtype))
+    return out_TD

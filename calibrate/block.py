@@ -1,0 +1,151 @@
+"""One loaded decoder block: run it, watch it, read its weights and overwrite them.
+
+Layers go by the names of the checkpoint, without `.weight`: `model.layers.3.mlp.experts.5.gate_proj` is half of a
+matrix inside a 3-D parameter of the model, and stays a layer of its own here. Matrix 5 of experts that a checkpoint
+itself keeps fused (gpt-oss) is `model.layers.3.mlp.experts.gate_up_proj.5`, as outputs by inputs with gate and up rows
+interleaved.
+
+Letters: T tokens, O outputs (rows), I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from quantkit.calibrate.activations import State
+from quantkit.calibrate.block_load import Experts, Piece, pieces_of
+from quantkit.calibrate.block_names import Target
+from quantkit.calibrate.observe import (
+    Cache,
+    Observer,
+    attention_watched,
+    bound,
+    experts_forward,
+    linears_watched,
+)
+from quantkit.kernels.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.blocks import BlockModel
+
+
+class Block:
+    """Block `index` of a model, inside `with model.block(index)`. `module` is the live layer with its weights."""
+
+    def __init__(
+        self, owner: BlockModel, index: int, targets: Mapping[str, Target], streamed: Mapping[str, Experts]
+    ) -> None:
+        self.index = index
+        self.module: torch.nn.Module = owner.layers[index]
+        self._owner, self._streamed = owner, streamed
+        self._pieces: dict[str, Piece] = {}
+        self._experts: dict[int, str] = {}  # id of an experts module -> its name
+        self._names: dict[tuple[str, int], tuple[str, ...]] = {}  # (parameter, expert) -> checkpoint modules
+        self._plain: dict[str, str] = {}  # linear layer of the model -> checkpoint module
+        for name, target in targets.items():
+            path, _, leaf = name.rpartition(".")
+            parent = owner.model.get_submodule(path)
+            routed = hasattr(parent, "is_transposed")
+            flip = routed and bool(parent.is_transposed)
+            pieces = pieces_of(target, owner.loader.weights, experts=routed, flip=flip)
+            self._pieces |= pieces
+            if routed:
+                self._experts[id(parent)] = path
+            elif leaf == "weight":
+                self._plain[path] = next(iter(pieces))
+            for module, piece in pieces.items():
+                if piece.expert is not None:
+                    key = (name, piece.expert)
+                    self._names[key] = (*self._names.get(key, ()), module)
+
+    def linears(self) -> list[tuple[str, ...]]:
+        """Checkpoint modules in sets that see the same input, routers left out; routed experts after the others."""
+        return [names for _, names in self._sets()] + [
+            self._names[f"{path}.{leaf}", e]
+            for path in self._experts.values()
+            for e in range(self._owner.model.get_submodule(path).num_experts)
+            for leaf in ("gate_up_proj", "up_proj", "down_proj")
+            if (f"{path}.{leaf}", e) in self._names
+        ]
+
+    def run(self, state: State, observe: Observer | None = None, cache: Cache | None = None) -> State:
+        """The state that enters the next block.
+
+        `observe` is shown the inputs of every set of `linears` and what the attention caches; `cache` replaces the keys
+        and values that the attention of this block reads.
+        """
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        config = self._owner.model.config
+        with torch.no_grad(), ExitStack() as stack:
+            if self._experts:
+                stack.enter_context(bound(ALL_EXPERTS_FUNCTIONS, "eager", self._routed(observe)))
+            if observe is not None:
+                path = self._owner.layer_name(self.index)
+                sets = [(self._owner.model.get_submodule(f"{path}.{first}"), names) for first, names in self._sets()]
+                stack.enter_context(linears_watched(sets, observe))
+            if observe is not None or cache is not None:
+                attention = attention_watched(self.module, config._attn_implementation, self.index, observe, cache)
+                stack.enter_context(attention)
+            return self._owner.run_layer(self.index, state)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The live weight of a checkpoint module as float32: [O, I] of a linear layer, [D] of a norm.
+
+        It may share the memory that is run: change it by `replace` only. Raises QuantkitError for an unknown name.
+        """
+        return self._piece(name).of(self._tensor(self._piece(name))).float()
+
+    def replace(self, name: str, w_OI: torch.Tensor) -> None:
+        """Overwrite the weight of a checkpoint module, rounded to the dtype of the run; later runs use it."""
+        piece = self._piece(name)
+        matrix = self._tensor(piece)
+        view = piece.of(matrix)
+        if view.shape != w_OI.shape:
+            raise QuantkitError(
+                "a weight of another shape", tensor=name, value=list(w_OI.shape), allowed=list(view.shape)
+            )
+        with torch.no_grad():
+            view.copy_(w_OI)
+        path, _, leaf = piece.target.name.rpartition(".")
+        if path in self._streamed and piece.expert is not None:
+            self._streamed[path].overwrite(leaf, piece.expert, matrix)
+
+    def _piece(self, name: str) -> Piece:
+        if name not in self._pieces:
+            raise QuantkitError("no such layer in this block", tensor=name, value=f"block {self.index}")
+        return self._pieces[name]
+
+    def _tensor(self, piece: Piece) -> torch.Tensor:
+        """The parameter a piece lies in, or the matrix of its expert."""
+        path, _, leaf = piece.target.name.rpartition(".")
+        if piece.expert is not None and path in self._streamed:
+            return self._streamed[path].matrix(leaf, piece.expert)
+        tensor: torch.Tensor = getattr(self._owner.model.get_submodule(path), leaf)
+        return tensor if piece.expert is None else tensor[piece.expert]
+
+    def _sets(self) -> list[tuple[str, tuple[str, ...]]]:
+        """(the set's first layer inside the block, checkpoint modules of the set)."""
+        path = self._owner.layer_name(self.index)
+        return [(s[0], tuple(self._plain[f"{path}.{n}"] for n in s)) for s in self._owner.sets[self.index]]
+
+    def _routed(self, observe: Observer | None) -> Callable[..., torch.Tensor]:
+        """The experts function of a run."""
+
+        def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            path = self._experts[id(module)]
+            store = self._streamed.get(path)
+
+            def matrix(leaf: str, e: int) -> torch.Tensor:
+                return store.matrix(leaf, e) if store is not None else getattr(module, leaf)[e]
+
+            def seen(leaf: str, e: int, x_TI: torch.Tensor) -> None:
+                if observe is not None:
+                    observe.linear(self._names[f"{path}.{leaf}", e], x_TI)
+
+            return experts_forward(module, hidden, index, weights, matrix, seen)
+
+        return forward
