@@ -58,7 +58,7 @@ class Result:
     """What a replay did so far.
 
     tokens        of each request: what was generated, or None if withheld or not finished
-    seconds       of each step; running: requests in the batch of each step
+    seconds       of each step; cpu_seconds: of all threads of the process; running: requests in the batch
     hit_tokens    prompt tokens that were found in the cache, not computed
     latency       seconds from admission to release, of each finished request
     aborted       requests, in order; false_alarms: those among them that no injected fault had touched
@@ -66,6 +66,7 @@ class Result:
 
     tokens: list[I32 | None]
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     latency: list[float] = field(default_factory=list)
     hit_tokens: int = 0
@@ -118,7 +119,7 @@ class Replay:
 
     def step(self) -> float:
         """One step of the whole batch; returns its seconds."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         self.admit()
         slots_R = np.array(self.running, np.int32)
         old_R = self.pool.length_S[slots_R]
@@ -136,6 +137,7 @@ class Replay:
                 fault.undo()
                 fault.undo = None
         self.result.running.append(len(slots_R))
+        self.result.cpu_seconds.append(time.process_time() - cpu_began)
         self.result.seconds.append(time.perf_counter() - began)
         return self.result.seconds[-1]
 

@@ -231,10 +231,10 @@ def test_a_budget_below_one_page_is_refused():
 
 def test_the_cost_of_tags_is_measured_with_an_interval():
     cost = measure_integrity(3, seconds=0.1, setting=SMALL)
-    assert cost.steps >= 128
+    assert cost.steps >= 48
     assert cost.sidecar_bytes == 16 * cost.pages
     assert cost.pages_checked >= 3 * 64 // SIZE
-    for change in (cost.throughput, cost.p95, cost.typical):
+    for change in (cost.throughput, cost.p95, cost.cpu):
         assert change.ci95[0] <= change.pct <= change.ci95[1]
     assert cost.check_us > 0 < cost.null_us
 
