@@ -22,9 +22,16 @@ class Engine:
             f"{VARIABLE} must name the python of an environment with vLLM: make one with "
             "`tests/integration/make_vllm_venv.sh DIR` and set it to DIR/bin/python, or leave these tests out: -m 'not vllm'"
         )
+        # Triton is interpreted in this process (tests/conftest.py), not in vLLM's
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [python, str(WORKER)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+            [python, str(WORKER)],
+            text=True,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
         )
 
     def run(self, **job: Any) -> dict[str, Any]:

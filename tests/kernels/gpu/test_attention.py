@@ -33,7 +33,7 @@ def problem(seed, format, *, slots, heads, group, k_dim, v_dim, lengths, queries
 
 # slots of a page, KV heads, query heads each, widths of K and V, lengths, queries
 SHAPES = [
-    (16, 1, 4, 64, 64, [600], [1]),
+    (16, 1, 4, 64, 64, [300], [1]),
     (1, 2, 1, 64, 32, [33, 5], [1, 1]),
     (64, 1, 16, 128, 128, [200], [3]),
     (16, 2, 3, 32, 64, [40, 0, 17, 64, 1], [7, 0, 1, 30, 1]),
@@ -99,7 +99,7 @@ def test_pages_before_the_window_need_not_exist(device):
     np.testing.assert_array_equal(got, attend(q, cache, batch, device, softmax_scale=0.2, window=20))
 
 
-@pytest.mark.parametrize("length", [513, 3000])
+@pytest.mark.parametrize("length", [255, 256, 1100])
 def test_long_requests_are_split_over_their_tokens(length, device):
     q, cache, batch = problem(
         5, "e4m3", slots=64, heads=1, group=2, k_dim=16, v_dim=32, lengths=[length, 40], queries=[2, 1]
