@@ -24,7 +24,6 @@ from quantkit.kernels.replay_faults import FAULTS, fault
 from quantkit.kernels.replay_model import Heads, Model, Request, Workload, make_requests
 from quantkit.kernels.tags import NullTracker, PageTags, Tracker
 
-
 _KV_SCALE = 8 / 448  # the keys and values of the model stay within +-8
 _RESAMPLES = 2000
 _WARM_UP = 2  # steps that are not counted: the first writes the prompts
@@ -128,7 +127,7 @@ def measure_integrity(
     concurrency: int, *, seconds: float = 20.0, format: KVFormat = "e4m3", setting: Setting = Setting(),
     control: bool = False,
 ) -> IntegrityCost:  # fmt: skip
-    """Cost of the page tags at this concurrency: decode steps in lockstep until `seconds` are over (6 blocks of 8 at least).
+    """Cost of the page tags at this concurrency: decode steps in lockstep for `seconds`, at least 48 of them.
 
     control  compare the null tracker with itself: what the method reports where there is nothing to report
     """
