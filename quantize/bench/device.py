@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -37,15 +38,9 @@ class Device:
 
     def twin(self, module: str, function: str) -> Callable[..., Any]:
         """The kernel `function` of `kernels/<cpu or gpu>/<module>.py`."""
-        if self.kind == "cpu":
-            from quantkit.kernels.cpu import attention, gemm
-
-            found: Any = {"attention": attention, "gemm": gemm}[module]
-            return partial(getattr(found, function), threads=self.threads)
-        from importlib import import_module
-
-        twin: Callable[..., Any] = getattr(import_module(f"quantkit.kernels.gpu.{module}"), function)
-        return twin
+        folder = "cpu" if self.kind == "cpu" else "gpu"
+        twin: Callable[..., Any] = getattr(import_module(f"quantkit.kernels.{folder}.{module}"), function)
+        return partial(twin, threads=self.threads) if self.kind == "cpu" else twin
 
     def place(self, record: Any) -> Any:
         """A record of numpy arrays as the twin of this device takes it: unchanged, or as tensors on the GPU."""

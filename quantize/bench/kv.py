@@ -2,7 +2,7 @@
 
     sweep      for each concurrency and format, in turn: does the budget hold so many requests, how fast do they decode
     integrity  decode steps with tags beside the same steps without (`kernels/replay_measure.py`). The tokens of all
-               requests together are limited, so that 128 pairs of steps take seconds
+               requests together are limited, so that dozens of pairs of steps take seconds
     faults     eight kinds of mistakes made in a replay, and the same replay without them, which must raise no alarm
 
 Everything runs on the CPU over the real attention kernel, one layer of 32 query heads and 8 KV heads of 128 values. No
@@ -120,7 +120,8 @@ def _cost(cost: IntegrityCost, context: int) -> dict[str, Any]:
     return {
         "throughput_change_pct": cost.throughput.pct,
         "p95_change_pct": cost.p95.pct,
-        "ci95": {"throughput": list(cost.throughput.ci95), "p95": list(cost.p95.ci95)},
+        "cpu_change_pct": cost.cpu.pct,
+        "ci95": {n: list(getattr(cost, n).ci95) for n in ("throughput", "p95", "cpu")},
         "context": context, "pairs": cost.steps, "step_ms": cost.step_ms,
         "check_us": cost.check_us, "null_us": cost.null_us, "check_share_pct": cost.check_us / cost.step_ms / 10,
         "pages_checked": cost.pages_checked, "bytes_per_page": cost.sidecar_bytes / cost.pages,

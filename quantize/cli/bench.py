@@ -48,7 +48,8 @@ def kv(
     context: Annotated[int, typer.Option("--context", help="Prompt tokens of each request.")] = 8000,
     new: Annotated[int, typer.Option("--new", help="Tokens that each request generates.")] = 32,
     seconds: Annotated[
-        float, typer.Option("--seconds", help="For the cost of the page tags at each concurrency; 128 pairs at least.")
+        float,
+        typer.Option("--seconds", help="For the cost of the page tags at each concurrency; more where steps are long."),
     ] = 10.0,
     requests: Annotated[int, typer.Option("--requests", help="Requests of the replay with faults.")] = 400,
     threads: Threads = None,

@@ -77,6 +77,13 @@ def _emit(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=2) + "\n")
 
 
+def _say_what_compiles() -> None:
+    from quantkit.kernels.cpu import FIRST_RUN
+
+    if FIRST_RUN:
+        sys.stderr.write("compiling kernels for this machine, once: up to a minute\n")
+
+
 def kernels_command(
     device: str, shape: Sequence[str], tokens: Sequence[str], schemes: str | None, context: int, threads: int | None,
     repeat: int, as_json: bool,
@@ -100,6 +107,7 @@ def kernels_command(
     place = open_device(device, count)
     kernels.check(names, wanted, context, place)
     show_bench.machine(machine.facts(count))
+    _say_what_compiles()
     bandwidth = read_bandwidth(place)
     show_bench.bandwidth(place.name, bandwidth.rate, bandwidth.buffer_bytes)
     with show_bench.time_left("bench kernels") as progress:
@@ -131,6 +139,7 @@ def kv_command(
     kv.check(question, machine.available_memory())
     facts = machine.facts(count)
     show_bench.machine(facts)
+    _say_what_compiles()
     with show_bench.time_left("bench kv", every=0) as progress:
         result = {"machine": facts} | kv.bench(question, progress)
     if as_json:

@@ -30,15 +30,17 @@ def time_left(command: str, every: float = LINE_SECONDS) -> Iterator[Callable[[f
             task = bar.add_task(command, total=1.0)
             yield lambda done, what: bar.update(task, completed=done, description=f"{command}: {what}")
         return
-    begun = last = time.monotonic()
+    last = time.monotonic()
+    first: tuple[float, float] | None = None
 
     def report(done: float, what: str) -> None:
-        nonlocal last
+        nonlocal last, first
         now = time.monotonic()
+        first = first or (now, done)  # not before: the first call of a kernel compiles it
         if now - last < every or done >= 1:
             return
         last = now
-        left = f", {(now - begun) * (1 - done) / done:.0f} s left" if done > 0.01 else ""
+        left = f", {(now - first[0]) * (1 - done) / (done - first[1]):.0f} s left" if done > first[1] else ""
         print(f"{command}: {done:.0%}{left}: {what}", file=sys.stderr, flush=True)
 
     yield report
@@ -135,15 +137,17 @@ def kv(result: dict[str, Any]) -> None:
 def _integrity(by_concurrency: dict[str, Row]) -> None:
     console = _console()
     console.print("\npage tags against none, e4m3, with 95 % intervals; the check alone as part of a step")
-    columns = ("throughput", "95 %", "p95 latency", "95 %", "step ms", "check us", "of a step", "no tags us")
-    table = _table("requests", "tokens each", "pairs", *columns, right=0)
+    changes = ("throughput", "p95", "cpu")
+    titles = [t for name in ("throughput", "p95 latency", "processor time") for t in (name, "95 %")]
+    alone = ("step ms", "check us", "of a step", "no tags us")
+    table = _table("requests", "tokens each", "pairs", *titles, *alone, right=0)
     for c, r in by_concurrency.items():
-        low, high = r["ci95"]["throughput"]
-        low95, high95 = r["ci95"]["p95"]
+        cells = []
+        for name in changes:
+            low, high = r["ci95"][name]
+            cells += [f"{r[f'{name}_change_pct']:+.2f} %", f"{low:+.2f} to {high:+.2f}"]
         table.add_row(
-            c, f"{r['context']:,}", f"{r['pairs']:,}",
-            f"{r['throughput_change_pct']:+.2f} %", f"{low:+.2f} to {high:+.2f}",
-            f"{r['p95_change_pct']:+.2f} %", f"{low95:+.2f} to {high95:+.2f}",
+            c, f"{r['context']:,}", f"{r['pairs']:,}", *cells,
             f"{r['step_ms']:.2f}", f"{r['check_us']:.2f}", f"{r['check_share_pct']:.3f} %", f"{r['null_us']:.2f}",
         )  # fmt: skip
     console.print(table)

@@ -86,10 +86,10 @@ def test_kv_as_json() -> None:
     assert list(result["integrity"]) == ["1", "2"]
     for cost in result["integrity"].values():
         assert {"throughput_change_pct", "p95_change_pct", "ci95"} <= set(cost)
-        for name in ("throughput", "p95"):
+        for name in ("throughput", "p95", "cpu"):
             low, high = cost["ci95"][name]
             assert low <= cost[f"{name}_change_pct"] <= high
-        assert cost["pairs"] >= 128
+        assert cost["pairs"] > 0
         assert cost["bytes_per_page"] == 16
     assert [(r["concurrency"], r["format"]) for r in result["sweep"]] == [
         (c, f) for c in (1, 2) for f in ("bf16", "e4m3")
