@@ -35,13 +35,16 @@ def dispatched(cache, slots, *rows):
 TWINS = pytest.mark.parametrize("twin", [reference, numba, dispatched])
 
 
-def numbers() -> np.ndarray:
-    """All bfloat16 values as float32, and what lies around every boundary of the small formats: ties and neighbours."""
+def numbers(scale: float = 1.0) -> np.ndarray:
+    """All bfloat16 values as float32, and what lies around every boundary of the small formats: ties and neighbours.
+
+    The boundaries are those of x / scale: a product with 1 / scale instead falls on the other side of some.
+    """
     every = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
     grids = [np.unique(np.abs(t[np.isfinite(t)])) for t in (oracle.E4M3, oracle.E5M2, oracle.E2M1)]
     grids.append(np.unique(np.abs(np.arange(0, 31744, dtype=np.uint16).view(np.float16).astype(np.float64))))
     ties = np.concatenate([*((g[1:] + g[:-1]) / 2 for g in grids), [448, 464, 65504, 65519.99, 65520, 57344, 61440]])
-    ties = ties.astype(np.float32)
+    ties = ties.astype(np.float32) * np.float32(scale)
     around = np.concatenate([ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))])
     return np.concatenate([every, around, -around])
 
@@ -72,7 +75,7 @@ def test_bf16_and_f16_are_those_of_other_libraries(twin):
 @pytest.mark.parametrize("scale", [1.0, 2.0**-7, 0.0213])
 def test_fp8_is_clamped_then_cast(twin, format, scale):
     dtype, largest, nan = FP8[format]
-    x = numbers()
+    x = numbers(scale)
     with np.errstate(over="ignore", invalid="ignore"):
         wanted = np.clip(x / np.float32(scale), -np.float32(largest), np.float32(largest))
         expected = wanted.astype(dtype).view(np.uint8)
