@@ -222,6 +222,6 @@ def run(task: Task, k_rows: Rows, v_rows: Rows, sinks_H: F32 | None, out_THV: F3
     last, width = Piece(*pieces[-1].tolist()), -(-out_THV.shape[2] // _LANES) * _LANES
     rows = last.part + last.heads * last.rows
     part = Partial(np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows * width, np.float32))
-    workers = min(threads, len(pieces))
+    workers = max(min(threads, len(pieces)), 1)
     share(lambda worker: _work(worker, workers, task, k_rows, v_rows, sinks, pieces, part, out_THV), workers)
     _merge(task, sinks, pieces, part, out_THV)

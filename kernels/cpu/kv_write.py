@@ -179,7 +179,7 @@ def write(cache: KVCache, slots_T: NDArray[Any], k_THD: NDArray[Any], v_THD: NDA
         (v_THD, cache.v, cache.v_scale, cache.v_block_scale),
     )
     slots = slots_T.astype(np.int64, copy=False)
-    workers = min(threads, len(slots))
+    workers = max(min(threads, len(slots)), 1)
 
     def write_chunk(worker: int) -> None:
         own = _chunk(worker, workers, len(slots))
@@ -188,8 +188,7 @@ def write(cache: KVCache, slots_T: NDArray[Any], k_THD: NDArray[Any], v_THD: NDA
             x_TD = as_f32(x[own]).reshape(-1, x.shape[1] * x.shape[2])
             _write_rows(cache.format, x_TD, slots[own], scale, target.reshape(pages * size, -1), flat)
 
-    if workers:
-        share(write_chunk, workers)
+    share(write_chunk, workers)
 
 
 def write_latent(
@@ -201,7 +200,7 @@ def write_latent(
     rows: Any = cache.rows
     flat = rows.reshape(pages * size, -1)
     slots = slots_T.astype(np.int64, copy=False)
-    workers = min(threads, len(slots))
+    workers = max(min(threads, len(slots)), 1)
 
     def write_chunk(worker: int) -> None:
         own = _chunk(worker, workers, len(slots))
@@ -211,5 +210,4 @@ def write_latent(
         else:
             _write_rows(cache.format, np.concatenate([latent, rope], 1), slots[own], cache.scale, flat, None)
 
-    if workers:
-        share(write_chunk, workers)
+    share(write_chunk, workers)

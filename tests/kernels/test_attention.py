@@ -220,10 +220,12 @@ def test_every_output_is_written(monkeypatch):
 
 def test_a_batch_without_queries_has_no_outputs():
     _, cache, _ = problem(13, "bf16", slots=16, heads=1, group=1, k_dim=16, v_dim=16, lengths=[3], queries=[1])
-    empty = Batch(np.zeros(3, np.int32), np.full((2, 1), -7, np.int32), np.array([0, 5], np.int32))
+    idle = Batch(np.zeros(3, np.int32), np.full((2, 1), -7, np.int32), np.array([0, 5], np.int32))
+    nobody = Batch(np.zeros(1, np.int32), np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
     q = np.zeros((0, 2, 16), np.float32)
-    assert numba(q, cache, empty, softmax_scale=1.0).shape == (0, 2, 16)
-    assert reference(q, cache, empty, softmax_scale=1.0).shape == (0, 2, 16)
+    for batch in (idle, nobody):
+        assert numba(q, cache, batch, softmax_scale=1.0).shape == (0, 2, 16)
+        assert reference(q, cache, batch, softmax_scale=1.0).shape == (0, 2, 16)
 
 
 def test_the_dispatch_gives_the_numba_twin_on_the_cpu():
