@@ -165,7 +165,7 @@ def _opening(tokenizer: Tokenizer) -> list[int]:
 
 
 def _as_text(documents: Documents, index: int, tokenizer: Tokenizer) -> str:
-    """A record as text; empty for a shipped conversation that the tokenizer has no template for, or one that refuses."""
+    """A record as text; empty for a shipped conversation that the tokenizer's template cannot write."""
     record: Record = documents.records[index]
     if not isinstance(record, Conversation):
         return record
