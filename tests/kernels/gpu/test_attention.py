@@ -93,7 +93,9 @@ def test_window_and_sinks(format, window, with_sinks, device):
 def test_pages_before_the_window_need_not_exist(device):
     q, cache, batch = problem(4, "e4m3", slots=16, heads=1, group=2, k_dim=32, v_dim=32, lengths=[200], queries=[3])
     table = batch.block_table.copy()
-    table[0, :11] = -1  # the first query stands at 197 and sees 20 tokens: what lies below 178 // 16 is out of sight
+    table[0, :11] = (
+        2**31 - 1
+    )  # the first query stands at 197 and sees 20 tokens: what lies below 178 // 16 is out of sight
     gone = replace(batch, block_table=table)
     got = attend(q, cache, gone, device, softmax_scale=0.2, window=20)
     np.testing.assert_array_equal(got, attend(q, cache, batch, device, softmax_scale=0.2, window=20))
