@@ -2,13 +2,13 @@
 
 One row for each kernel and size, as JSON wants it:
 
-    kernel        a scheme (GEMM), kv-<format> or mla-<format> (decode attention)
-    m, n, k       GEMM: tokens, outputs, inputs. Attention: query heads of one token, cached tokens, values of a key
-    seconds       median of one call; packed_bytes: what it has to read of the weights or the cache
-    gbps, gflops  packed bytes and multiply-adds (2 operations) a second, in 10^9
+    kernel           a scheme (GEMM), kv-<format> or mla-<format> (decode attention)
+    m, n, k          GEMM: tokens, outputs, inputs. Attention: query heads of one token, cached tokens, values of a key
+    seconds          median of one call; packed_bytes: what it has to read of the weights or the cache
+    gbps, gflops     packed bytes and multiply-adds (2 operations) a second, in 10^9
     bandwidth_share  of the bandwidth measured before: the fastest of several reads of a large buffer
-    baselines     seconds of what else computes the same, by name; attention has the same kernel on bfloat16 there too
-    copies        of the weights, which calls take in turn; total_bytes of all weights and copies of that size
+    baselines        seconds of what else computes the same, by name; for attention also of this kernel on bfloat16
+    copies           of the weights, which calls take in turn; total_bytes of all weights and copies of that size
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def bench(
     """Rows of all kernels in `names`; `check` comes first.
 
     bandwidth  of the memory, bytes a second
-    progress  is told of the part of the work that is done, 0 to 1, and what is being timed
-    note      is told why a baseline is left out
+    progress   is told of the part of the work that is done, 0 to 1, and what is being timed
+    note       is told why a baseline is left out
     """
     packed, layers = _parts(names)
     watch = _watch(packed, shapes, tokens, layers, progress)
