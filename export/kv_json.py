@@ -36,8 +36,8 @@ _READERS = frozenset({
     "arcee", "apertus", "exaone4",
 })  # fmt: skip
 # whole numbers and numbers as pydantic takes them from a string
-_WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
-_NUMBER = re.compile(r"\s*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)\s*", re.ASCII | re.IGNORECASE)
+_WHOLE = re.compile(r"[+-]?\d+(?:\.0*)?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)", re.ASCII | re.IGNORECASE)
 
 
 def file_name(tp: int) -> str:
@@ -189,18 +189,26 @@ def _check_layers(layers: Mapping[Any, Any], where: str, num_layers: int) -> lis
 def _whole(key: Any) -> int | None:
     """A key as a whole number; JSON has strings only, Python may have numbers."""
     if isinstance(key, str):
-        return int(key.split(".")[0]) if len(key) <= 100 and _WHOLE.fullmatch(key) else None
+        text = _plain(key)
+        return int(text.split(".")[0]) if len(text) <= 100 and _WHOLE.fullmatch(text) else None
     return key if isinstance(key, int) else None
 
 
 def _float(value: Any) -> float | None:
     """A value as a number: none of a list, null or a text that is no number."""
     if isinstance(value, str):
-        return float(value) if _NUMBER.fullmatch(value) else None
+        text = _plain(value)
+        return float(text) if _NUMBER.fullmatch(text) else None
     try:
         return float(value) if isinstance(value, int | float) else None
     except OverflowError:  # an integer of hundreds of digits
         return None
+
+
+def _plain(text: str) -> str:
+    """Without spaces around it, and without underscores between characters, which pydantic allows one by one."""
+    text = text.strip()
+    return text if text.startswith("_") or text.endswith("_") or "__" in text else text.replace("_", "")
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ compressed-tensors 0.20.
                         trtllm         MODULE.k_proj.k_scale, MODULE.v_proj.v_scale
                         sglang         as vllm; a second copy as MODULE.attn.k_scale for classes that map no names;
                                        nothing, and no FP8 cache by default, for classes that build attention without it
-    latent (MLA)        sglang         1.0: rows are written unscaled, and its backends disagree where a scale is applied
+    latent (MLA)        sglang         1.0: rows are written unscaled, its backends disagree where a scale is applied
                         others         nothing: vLLM maps every name to a parameter that MLA does not have, so 1.0
     sparse (DSA)        all            nothing: a scale for each 128 values is computed at run time, RoPE stays BF16
 
@@ -92,8 +92,8 @@ def kv_rules(engine: str, format: str, config: Mapping[str, Any]) -> KVRules:
     if kind == "sparse":
         why = "sparse attention (DSA) computes a scale for every 128 values at run time: its cache has no static scale"
         return KVRules("none", (), False, why)
-    if format not in FORMATS:
-        why = f"checkpoints of the format {format} have no place for KV scales in any engine: its FP8 cache runs at 1.0"
+    if format not in FORMATS or (engine == "transformers" and format != "compressed-tensors"):
+        why = f"{engine} has no place for KV scales of checkpoints of the format {format}: an FP8 cache runs at 1.0"
         return KVRules("none", (), False, why)
     if kind == "latent":
         return _latent(engine)
@@ -101,8 +101,6 @@ def kv_rules(engine: str, format: str, config: Mapping[str, Any]) -> KVRules:
         why = "TensorRT-LLM: in the versions read, KV scales reach the kernel for FP4 caches only, FP8 runs at 1.0"
         return KVRules("measured", (_PROJ,), True, why)
     usual = _PROJ if format == "modelopt" else _SHORT
-    if engine == "transformers" and format == "modelopt":
-        return KVRules("none", (), False, "transformers does not read ModelOpt checkpoints")
     if engine == "sglang":
         return _sglang(str(config.get("model_type")), usual)
     return KVRules("measured", (usual,), True, None, engine == "vllm" and format == "compressed-tensors")

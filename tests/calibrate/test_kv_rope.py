@@ -10,7 +10,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MLA = {
-    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
     "num_experts_per_tok": 2, "moe_intermediate_size": 8,
 }  # fmt: skip
@@ -26,14 +26,15 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["fu
         ("cohere", {"head_dim": 8}),
         ("ernie4_5", {}),
         ("gpt_oss", EXPERTS),
-        ("phi3", {"partial_rotary_factor": 0.5, "head_dim": 8}),
+        ("phi", {"partial_rotary_factor": 0.5, "head_dim": 8}),
+        ("phi3", {"head_dim": 8}),
         ("deepseek_v3", MLA),
     ],
 )
 def test_pairs_keep_their_length_at_every_position(kind, more):
     """The same token at every position: the keys of the first layer differ by their rotation only."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SMALL, **more)
+    config = AutoConfig.for_model(kind, **{**SMALL, **more})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         cache = model(torch.full((1, 40), 5), use_cache=True).past_key_values
