@@ -36,7 +36,7 @@ _READERS = frozenset({
     "arcee", "apertus", "exaone4",
 })  # fmt: skip
 # whole numbers and numbers as pydantic takes them from a string
-_WHOLE = re.compile(r"[+-]?\d+(?:\.0*)?", re.ASCII)
+_WHOLE = re.compile(r"[+-]?\d+(?:\.0+)?", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)", re.ASCII | re.IGNORECASE)
 
 
@@ -187,9 +187,9 @@ def _check_layers(layers: Mapping[Any, Any], where: str, num_layers: int) -> lis
 
 
 def _whole(key: Any) -> int | None:
-    """A key as a whole number; JSON has strings only, Python may have numbers."""
+    """A key as a whole number; JSON has strings only, Python may have numbers. Odd forms ("1_0", "0-1") are none."""
     if isinstance(key, str):
-        text = _plain(key)
+        text = key.strip()
         return int(text.split(".")[0]) if len(text) <= 100 and _WHOLE.fullmatch(text) else None
     return key if isinstance(key, int) else None
 
@@ -206,7 +206,7 @@ def _float(value: Any) -> float | None:
 
 
 def _plain(text: str) -> str:
-    """Without spaces around it, and without underscores between characters, which pydantic allows one by one."""
+    """A number without spaces around it, and without underscores between characters, which pydantic allows one by one."""
     text = text.strip()
     return text if text.startswith("_") or text.endswith("_") or "__" in text else text.replace("_", "")
 
