@@ -12,6 +12,7 @@ left out where the tokenizer has no chat template or one that knows no tools.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -74,7 +75,7 @@ def load_documents(source: str | Path | None) -> Documents:
     if source is None:
         return _shipped()
     path = Path(source).expanduser()
-    if path.is_dir():
+    if str(source) and path.is_dir():
         return _data_set(str(path), None, None, path.name)
     if path.is_file() or path.suffix in SUFFIXES or path.is_absolute() or str(source).startswith((".", "~")):
         return _file(path)
@@ -84,7 +85,7 @@ def load_documents(source: str | Path | None) -> Documents:
 
 def split_name(source: str) -> tuple[str, str | None, str | None]:
     """NAME[:CONFIG][:SPLIT] -> (name, configuration, split); raises QuantkitError for another form."""
-    name, *rest = source.split(":")
+    name, *rest = re.split(r":(?![^\[]*\])", source)  # not at the colon of a slice, train[:10%]
     if not name or len(rest) > 2:
         raise QuantkitError("not a name of a data set", value=source, allowed="NAME, NAME:CONFIG, NAME:CONFIG:SPLIT")
     if len(rest) == 1:

@@ -94,6 +94,7 @@ def load_token_ids(file: Path, *, samples: int | None = None, seq_len: int | Non
         raise QuantkitError("no such file", file=file)
     if file.suffix not in ID_SUFFIXES:
         raise QuantkitError("token ids are not read from such a file", file=file, allowed=", ".join(ID_SUFFIXES))
+    _check_numbers(1 if samples is None else samples, MIN_SEQ_LEN if seq_len is None else seq_len, 0)
     ids = _read_ids(file)
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.size == 0:
         raise QuantkitError(
@@ -104,7 +105,9 @@ def load_token_ids(file: Path, *, samples: int | None = None, seq_len: int | Non
         )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= 1 << 31:
-        raise QuantkitError("a number that is no token id", file=file, value=low if low < 0 else high, allowed=">= 0")
+        raise QuantkitError(
+            "a number that is no token id", file=file, value=low if low < 0 else high, allowed="0..2147483647"
+        )
     if ids.ndim == 1:
         if seq_len is None:
             raise QuantkitError("one row of token ids, and no length to cut it by", file=file, hint="give --seq-len")
@@ -113,7 +116,7 @@ def load_token_ids(file: Path, *, samples: int | None = None, seq_len: int | Non
         raise QuantkitError("sequences of another length", file=file, value=ids.shape[1], allowed=seq_len)
     if len(ids) < (samples or 1):
         raise QuantkitError("too few sequences in the file", file=file, value=len(ids), allowed=f">= {samples or 1}")
-    _check_numbers(samples or len(ids), ids.shape[1], 0)
+    _check_numbers(len(ids), ids.shape[1], 0)
     chosen = np.ascontiguousarray(ids[:samples], dtype=np.int32)
     return _samples(chosen, file.name, 0, ids.size, {"order": "file"})
 
