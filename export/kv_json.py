@@ -155,6 +155,8 @@ def _check_ranks(factors: Mapping[Any, Any], tp: int, num_layers: int) -> list[s
         rank = _whole(key)
         if rank is None:
             wrong.append(f"scaling_factor: {key!r} is no rank, a whole number")
+        elif rank in ranks:
+            wrong.append(f"scaling_factor: rank {rank} is there twice")
         else:
             ranks[rank] = layers
     if sorted(ranks) != list(range(tp)):
@@ -179,6 +181,8 @@ def _check_layers(layers: Mapping[Any, Any], where: str, num_layers: int) -> lis
             wrong.append(f"{where}, layer {layer}: {_kind(value)}, must be one number for keys and values")
         elif not (math.isfinite(scale) and scale > 0):
             wrong.append(f"{where}, layer {layer}: {scale}, must be a positive number")
+        if layer in found:
+            wrong.append(f"{where}: layer {layer} is there twice")
         if layer is not None:
             found[layer] = 0.0 if scale is None else scale
     if len(found) != num_layers or any(layer not in found for layer in range(num_layers)):
@@ -206,7 +210,7 @@ def _float(value: Any) -> float | None:
 
 
 def _plain(text: str) -> str:
-    """A number without spaces around it, and without underscores between characters, which pydantic allows one by one."""
+    """A number without spaces around it, and without single underscores inside it, which pydantic allows."""
     text = text.strip()
     return text if text.startswith("_") or text.endswith("_") or "__" in text else text.replace("_", "")
 
