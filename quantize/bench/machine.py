@@ -69,13 +69,14 @@ def releases(*packages: str) -> str:
 
 
 def facts(threads: int) -> dict[str, str]:
-    """The lines above a table: processor, memory, releases."""
+    """The lines above a table: processor, memory, what else the machine does, releases."""
     cpu = _read("/proc/cpuinfo")
     flags = (_field(cpu, "flags") or _field(cpu, "Features")).split()
     units = " ".join(f for f in _VECTOR_UNITS if f in flags)
     return {
         "processor": f"{processor()}, {threads} threads used" + (f" ({units})" if units else ""),
         "memory": f"{available_memory() / 1e9:.0f} GB available, last-level cache {cache_bytes() / 1e6:.0f} MB",
+        "load": f"{os.getloadavg()[0]:.1f} processes running before this one (mean of a minute)",
         "releases": f"Python {platform.python_version()}, " + releases("quantkit", "numba", "numpy", "torch"),
     }
 

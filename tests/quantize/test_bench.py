@@ -66,7 +66,7 @@ def test_kernels_for_people() -> None:
     done = quantkit(*KERNELS, "--schemes", "nvfp4,kv-e5m2", "--tokens", "2", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "", "data only on stdout"
-    for text in ("processor", "1 threads used", "bandwidth", "GEMM 64 x 256", "nvfp4", "ATen int4", "70 cached tokens",
+    for text in ("processor", "load", "1 threads used", "bandwidth", "GEMM 64 x 256", "nvfp4", "ATen int4", "70 cached tokens",
                  "kv-e5m2", "torch bf16 sdpa", "of memory"):  # fmt: skip
         assert text in done.stderr
     assert "int4-g128" not in done.stderr
