@@ -280,7 +280,7 @@ def test_nothing_that_sglang_refuses_is_accepted(data, tp, layers):
     """And what it accepts is refused only for a scale that is no positive number, or a second value of a key."""
     found = check_scales_json(data, tp=tp, num_layers=layers, model_type="llama")
     if accepted(data, tp, layers, "llama"):
-        assert all("must be a positive number" in text or "twice" in text for text in found), found
+        assert all("must be a positive number" in text for text in found) or any("twice" in text for text in found)
     else:
         assert found
 
