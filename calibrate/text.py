@@ -1,9 +1,10 @@
 """Calibration text: where it comes from, as records that are read when they are asked for.
 
 A source is nothing (the text that ships with the package), a .txt file (one long text), a .jsonl or .parquet file, a
-folder, or the name of a Hugging Face data set as NAME[:CONFIG][:SPLIT]. `NAME:X` means a split when X is called like
-one (train, test, validation, ...), a configuration otherwise; `NAME::SPLIT` is always a split. Only `datasets` goes to
-the network, and only for a name. Data sets with code of their own are not run, and nothing is unpickled.
+folder, or the name of a Hugging Face data set; folder and name may go on as NAME[:CONFIG][:SPLIT]. `NAME:X` means a
+split when X is called like one (train, test, validation, ...), a configuration otherwise; `NAME::SPLIT` is always a
+split. Only `datasets` goes to the network, and only for a name. Data sets with code of their own are not run, and
+nothing is unpickled.
 
 The shipped text is `sample.txt`, documents divided by lines of `%%`, and `sample_chats.jsonl`, whose conversations are
 left out where the tokenizer has no chat template or one that knows no tools.
@@ -77,9 +78,14 @@ def load_documents(source: str | Path | None) -> Documents:
     path = Path(source).expanduser()
     if str(source) and path.is_dir():
         return _data_set(str(path), None, None, path.name)
-    if path.is_file() or path.suffix in SUFFIXES or path.is_absolute() or str(source).startswith((".", "~")):
+    folder = Path(str(source).partition(":")[0]).expanduser()
+    is_folder = ":" in str(source) and folder.is_dir()
+    is_file = path.is_file() or path.suffix in SUFFIXES or path.is_absolute() or str(source).startswith((".", "~"))
+    if is_file and not is_folder:
         return _file(path)
     name, config, split = split_name(str(source))
+    if is_folder:
+        return _data_set(str(folder), config, split, f"{folder.name}{str(source)[len(name) :]}")
     return _data_set(name, config, split, str(source))
 
 
@@ -183,17 +189,18 @@ def _data_set(name: str, config: str | None, split: str | None, origin: str) -> 
         if shows_bars:
             datasets.enable_progress_bars()
     if isinstance(data, dict):
-        data = _choose_split(data, origin)
+        data = _choose_split(data, split, origin)
     field = field_of(data.column_names, origin)
     return _rows(len(data), lambda i: data[i], field, origin)
 
 
-def _choose_split(splits: Mapping[str, Any], origin: str) -> Any:
-    """The split `train`, or the only one there is."""
-    name = "train" if "train" in splits else next(iter(splits), "")
-    if len(splits) != 1 and name != "train":
-        raise QuantkitError("several splits, none called train", value=origin, allowed=", ".join(splits))
-    return splits[name]
+def _choose_split(splits: Mapping[str, Any], split: str | None, origin: str) -> Any:
+    """The split that was asked for, else `train`, else the only one there is."""
+    if split is None:
+        split = "train" if "train" in splits or len(splits) != 1 else next(iter(splits))
+    if split not in splits:
+        raise QuantkitError(f"no split {split} in the data set", value=origin, allowed=", ".join(splits))
+    return splits[split]
 
 
 def _rows(count: int, row: Callable[[int], Mapping[str, Any]], field: str, origin: str) -> Documents:

@@ -160,6 +160,10 @@ def test_folder_of_files_is_a_data_set(tmp_path):
     found = load_documents(folder)
     assert found.origin == "stories"
     assert records(folder) == ["one", "two"]
+    assert load_documents(f"{folder}:test").origin == "stories:test"
+    assert records(f"{folder}:test") == ["three"]
+    with pytest.raises(QuantkitError, match=r"(?s)cannot load the data set.*stories::odd"):
+        load_documents(f"{folder}::odd")
 
 
 def test_folder_that_was_saved_to_disk(tmp_path):
@@ -168,8 +172,11 @@ def test_folder_that_was_saved_to_disk(tmp_path):
     datasets.DatasetDict({"odd": data}).save_to_disk(tmp_path / "single")
     datasets.DatasetDict({"odd": data, "even": data}).save_to_disk(tmp_path / "several")
     assert records(tmp_path / "plain") == records(tmp_path / "single") == ["one", "two"]
-    with pytest.raises(QuantkitError, match=r"(?s)several splits, none called train.*allowed: odd, even"):
+    with pytest.raises(QuantkitError, match=r"(?s)no split train.*value: several.*allowed: odd, even"):
         load_documents(tmp_path / "several")
+    assert records(f"{tmp_path / 'several'}::even") == ["one", "two"]
+    with pytest.raises(QuantkitError, match=r"(?s)no split test.*value: several:test.*allowed: odd, even"):
+        load_documents(f"{tmp_path / 'several'}:test")
 
 
 @pytest.mark.parametrize(
