@@ -35,6 +35,7 @@ _CHUNK = 64  # rows that one thread takes at a time
 _BLAS_TOKENS = 96
 _BLAS_BYTES = 16 << 20
 _STEP = 8  # blocks of inputs at a time when there are many tokens: for 8 tokens they fill 32 kB
+_LINE = 16  # float32 of a cache line
 _ALL = 30  # as a shift: every block shares one scale
 
 
@@ -48,55 +49,83 @@ def _whole_blocks(codes_RB: U8, size: int) -> U8:
     return padded
 
 
-def _runner(tokens_a_tile: int, *, parallel: bool) -> Callable[..., None]:
-    """The GEMM for one width of a tile; compiled for the dtypes that it meets."""
+def _runners(tokens_a_tile: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The GEMM for one width of a tile, on one thread and on several; compiled for the dtypes that it meets.
 
-    @njit(nogil=True, cache=True, error_model="numpy", parallel=parallel)
-    def run(
+    The two have names of their own: Numba's cache tells functions apart by name and captured values alone.
+    """
+
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def chunk(
+        number: int, x: F32, tokens: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any,
+        table: Any, each: int, shift: int, columns: int, step: int, out_TO: F32,
+    ) -> None:  # fmt: skip
+        first = number * _CHUNK
+        last = min(first + _CHUNK, codes_OB.shape[0])
+        scale_RG = np.zeros((last - first, columns), np.float32)
+        scales_of_chunk(scale_SG, second, rows_per_scale, first, scale_RG)
+        gemm_rows.chunk_of_rows(
+            x, tokens, _whole_blocks(codes_OB[first:last], gemm_rows.block_bytes(table)), scale_RG,
+            gemm_rows.zeros_of_chunk(zero_WG, first, last, columns), first, last, each, shift, step,
+            gemm_rows.values_of(table), simd.zeros(tokens_a_tile), out_TO,
+        )  # fmt: skip
+
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def serial(
         x: F32, tokens: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any,
         each: int, shift: int, columns: int, step: int, out_TO: F32,
     ) -> None:  # fmt: skip
-        outputs = codes_OB.shape[0]
-        for chunk in prange(-(-outputs // _CHUNK)):
-            first = chunk * _CHUNK
-            last = min(first + _CHUNK, outputs)
-            scale_RG = np.zeros((last - first, columns), np.float32)
-            scales_of_chunk(scale_SG, second, rows_per_scale, first, scale_RG)
-            gemm_rows.chunk_of_rows(
-                x, tokens, _whole_blocks(codes_OB[first:last], gemm_rows.block_bytes(table)), scale_RG,
-                gemm_rows.zeros_of_chunk(zero_WG, first, last, columns), first, last, each, shift, step,
-                gemm_rows.values_of(table), simd.zeros(tokens_a_tile), out_TO,
-            )  # fmt: skip
+        for number in range(-(-codes_OB.shape[0] // _CHUNK)):
+            chunk(number, x, tokens, codes_OB, scale_SG, second, rows_per_scale, zero_WG, table, each, shift, columns,
+                  step, out_TO)  # fmt: skip
 
-    return run
-
-
-_SERIAL = {t: _runner(t, parallel=False) for t in (1, 2, 4, 8)}
-_PARALLEL = {t: _runner(t, parallel=True) for t in (1, 2, 4, 8)}
-
-
-def _decoder(*, parallel: bool) -> Callable[..., None]:
-    """Rows from number `start` on as float32, the inputs in the order of `lay_out`."""
-
-    @njit(nogil=True, cache=True, error_model="numpy", parallel=parallel)
-    def decode(
-        codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, start: int, zero_WG: Any, table: Any,
-        each: int, shift: int, columns: int, out_RI: F32,
+    @njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+    def parallel(
+        x: F32, tokens: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any,
+        each: int, shift: int, columns: int, step: int, out_TO: F32,
     ) -> None:  # fmt: skip
-        for r in prange(out_RI.shape[0]):
-            row = start + r
-            scale_1G = np.zeros((1, columns), np.float32)
-            scales_of_chunk(scale_SG, second, rows_per_scale, row, scale_1G)
-            gemm_rows.decode_row(
-                _whole_blocks(codes_OB[row : row + 1], gemm_rows.block_bytes(table)).reshape(-1), scale_1G.reshape(-1),
-                gemm_rows.zeros_of_chunk(zero_WG, row, row + 1, columns), each, shift, gemm_rows.values_of(table),
-                out_RI[r],
-            )  # fmt: skip
+        for number in prange(-(-codes_OB.shape[0] // _CHUNK)):
+            chunk(number, x, tokens, codes_OB, scale_SG, second, rows_per_scale, zero_WG, table, each, shift, columns,
+                  step, out_TO)  # fmt: skip
 
-    return decode
+    return serial, parallel
 
 
-_decode_serial, _decode_parallel = _decoder(parallel=False), _decoder(parallel=True)
+_RUNNERS = {t: _runners(t) for t in (1, 2, 4, 8)}
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_row(
+    row: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any, each: int,
+    shift: int, columns: int, out_I: F32,
+) -> None:  # fmt: skip
+    """Row `row` as float32, the inputs in the order of `lay_out`."""
+    scale_1G = np.zeros((1, columns), np.float32)
+    scales_of_chunk(scale_SG, second, rows_per_scale, row, scale_1G)
+    gemm_rows.decode_row(
+        _whole_blocks(codes_OB[row : row + 1], gemm_rows.block_bytes(table)).reshape(-1), scale_1G.reshape(-1),
+        gemm_rows.zeros_of_chunk(zero_WG, row, row + 1, columns), each, shift, gemm_rows.values_of(table), out_I,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_serial(
+    start: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any, each: int,
+    shift: int, columns: int, out_RI: F32,
+) -> None:  # fmt: skip
+    for r in range(out_RI.shape[0]):
+        _decode_row(start + r, codes_OB, scale_SG, second, rows_per_scale, zero_WG, table, each, shift, columns,
+                    out_RI[r])  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+def _decode_parallel(
+    start: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any, each: int,
+    shift: int, columns: int, out_RI: F32,
+) -> None:  # fmt: skip
+    for r in prange(out_RI.shape[0]):
+        _decode_row(start + r, codes_OB, scale_SG, second, rows_per_scale, zero_WG, table, each, shift, columns,
+                    out_RI[r])  # fmt: skip
 
 
 class _Layout(NamedTuple):
@@ -164,6 +193,13 @@ def matmul(x_TI: NDArray[Any], w: PackedMatrix, *, input_scale: float | None = N
     return out if scale == 1 else out * scale
 
 
+def _aligned_zeros(size: int) -> F32:
+    """Zeros from the start of a cache line on: a vector that straddles two lines costs two loads."""
+    raw = np.zeros(size + _LINE, np.float32)
+    skip = (-raw.ctypes.data % (4 * _LINE)) // 4
+    return raw[skip : skip + size]
+
+
 def _in_tiles(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
     """Whole tiles of 8 tokens, then one for the rest."""
     whole = len(x) // 8 * 8
@@ -178,11 +214,11 @@ def _in_tiles(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
 def _run(x: F32, w: PackedMatrix, width: int, threads: int, out: F32) -> None:
     m = _layout(w)
     tiles = -(-len(x) // width)
-    laid_out = np.zeros(tiles * width * m.blocks * gemm_rows.BLOCK, np.float32)
+    laid_out = _aligned_zeros(tiles * width * m.blocks * gemm_rows.BLOCK)
     gemm_rows.lay_out(x, width, m.nibbles, laid_out)
     step = m.blocks if tiles == 1 else _STEP
     parallel = threads > 1 and w.outputs > _CHUNK
-    run = (_PARALLEL if parallel else _SERIAL)[width]
+    run = _RUNNERS[width][parallel]
     args = (laid_out, len(x), w.codes, w.scale, SECOND[w.scale_format], m.rows_per_scale, w.zero, m.table)
     before = numba.get_num_threads()
     if parallel:
@@ -204,7 +240,7 @@ def _with_blas(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
         last = min(first + rows, w.outputs)
         part = decoded[: last - first]
         decode = _decode_parallel if threads > 1 else _decode_serial
-        decode(w.codes, w.scale, SECOND[w.scale_format], m.rows_per_scale, first, w.zero, m.table, m.each, m.shift,
+        decode(first, w.codes, w.scale, SECOND[w.scale_format], m.rows_per_scale, w.zero, m.table, m.each, m.shift,
                m.columns, part)  # fmt: skip
         out[:, first:last] = laid_out @ part.T
 
