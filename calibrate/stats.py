@@ -1,0 +1,167 @@
+"""What calibration keeps of the inputs of linear layers: Hessians for GPTQ, ranges and mean magnitudes for AWQ.
+
+A statistic is a record with `update` (more tokens), `merge` (another worker's record) and `finish` (the result). Tokens
+that hold a NaN or infinity are left out and counted; whether there were too many is for the caller to judge.
+
+    H = 2 / n sum_t x_t x_t^T        a running mean, so that no number of tokens overflows it
+
+is the Hessian of a layer's squared output error in each row of its weight (E. Frantar et al., GPTQ, arXiv 2210.17323).
+It is symmetric: only blocks on and above the diagonal are added up, in float32. A routed expert sees few tokens, too
+few for d x d numbers; `blend` mixes what it saw with what all experts of its layer saw, as `kappa` tokens of those.
+
+Shape suffixes: T tokens, I inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from quantkit.kernels.errors import QuantkitError
+from torch import Tensor
+
+Coverage = Literal["none", "low", "full"]
+
+_BLOCK = 512  # columns whose products are added up at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hessian:
+    """2 / n X^T X of the `tokens` finite inputs of one layer, float32, symmetric; zeros when there were none."""
+
+    h_II: Tensor  # noqa: N815
+    tokens: int
+    dropped: int = 0  # tokens left out for a NaN or infinity
+
+    @property
+    def coverage(self) -> Coverage:
+        """`none` without tokens; `low` with fewer than an eighth of the inputs: the estimate is mostly noise."""
+        if self.tokens == 0:
+            return "none"
+        return "low" if 8 * self.tokens < len(self.h_II) else "full"
+
+
+@dataclass(slots=True, eq=False)
+class HessianSum:
+    """Adds up a Hessian; `device` is where it is kept and where inputs are sent for the products."""
+
+    inputs: int
+    device: str = "cpu"
+    tokens: int = 0
+    dropped: int = 0
+    _upper_II: Tensor = field(init=False)  # blocks below the diagonal are not meaningful  # noqa: N815
+
+    def __post_init__(self) -> None:
+        self._upper_II = torch.zeros(self.inputs, self.inputs, dtype=torch.float32, device=self.device)
+
+    def update(self, x_TI: Tensor) -> None:
+        """Add tokens; any float dtype, products in float32."""
+        _check_width(x_TI, self.inputs)
+        x_TI, dropped = finite_rows(x_TI.to(self.device, torch.float32))
+        self.dropped += dropped
+        if not len(x_TI):
+            return
+        total = self.tokens + len(x_TI)
+        for at in range(0, self.inputs, _BLOCK):
+            part = self._upper_II[at : at + _BLOCK, at:]
+            part.addmm_(x_TI[:, at : at + _BLOCK].T, x_TI[:, at:], beta=self.tokens / total, alpha=2 / total)
+        self.tokens = total
+
+    def merge(self, other: HessianSum) -> None:
+        """Add what another record has seen."""
+        if other.inputs != self.inputs:
+            raise QuantkitError("Hessians of different layers", value=other.inputs, allowed=self.inputs)
+        self.dropped += other.dropped
+        total = self.tokens + other.tokens
+        if other.tokens:
+            share = other.tokens / total
+            self._upper_II.lerp_(other._upper_II.to(self.device), share)
+        self.tokens = total
+
+    def finish(self) -> Hessian:
+        """The symmetric matrix."""
+        upper_II = self._upper_II.triu()
+        return Hessian(upper_II + upper_II.triu(1).T, self.tokens, self.dropped)
+
+
+def blend(own: Hessian, layer: Hessian, kappa: float | None = None) -> Hessian:
+    """An expert's Hessian with that of all experts of its layer: (n H_own + kappa H_layer) / (n + kappa).
+
+    `kappa` is a number of tokens, by default a quarter of the inputs. `tokens` and `coverage` stay the expert's own.
+    """
+    if own.h_II.shape != layer.h_II.shape:
+        shapes = (list(own.h_II.shape), list(layer.h_II.shape))
+        raise QuantkitError("an expert's Hessian of another width", value=shapes[0], allowed=shapes[1])
+    weight = len(own.h_II) / 4 if kappa is None else kappa
+    if not layer.tokens or own.tokens + weight == 0:
+        return own
+    share = weight / (own.tokens + weight)
+    return Hessian(own.h_II * (1 - share) + layer.h_II.to(own.h_II.device) * share, own.tokens, own.dropped)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputRange:
+    """Inputs of one layer: the largest magnitude, and by channel the largest and the mean magnitude (float32)."""
+
+    amax: float
+    amax_I: Tensor  # noqa: N815
+    mean_I: Tensor  # noqa: N815
+    tokens: int
+    dropped: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class AbsMax:
+    """Adds up an InputRange, on the CPU; sums of magnitudes in float64."""
+
+    inputs: int
+    tokens: int = 0
+    dropped: int = 0
+    _amax_I: Tensor = field(init=False)  # noqa: N815
+    _sum_I: Tensor = field(init=False)  # noqa: N815
+
+    def __post_init__(self) -> None:
+        self._amax_I = torch.zeros(self.inputs, dtype=torch.float32)
+        self._sum_I = torch.zeros(self.inputs, dtype=torch.float64)
+
+    def update(self, x_TI: Tensor) -> None:
+        """Add tokens of any float dtype."""
+        _check_width(x_TI, self.inputs)
+        x_TI, dropped = finite_rows(x_TI.float())
+        self.dropped += dropped
+        if len(x_TI):
+            size_TI = x_TI.abs()
+            self._amax_I = torch.maximum(self._amax_I, size_TI.amax(0).cpu())
+            self._sum_I += size_TI.sum(0, dtype=torch.float64).cpu()
+            self.tokens += len(x_TI)
+
+    def merge(self, other: AbsMax) -> None:
+        """Add what another record has seen."""
+        if other.inputs != self.inputs:
+            raise QuantkitError("ranges of different layers", value=other.inputs, allowed=self.inputs)
+        self._amax_I = torch.maximum(self._amax_I, other._amax_I)
+        self._sum_I = self._sum_I + other._sum_I
+        self.tokens += other.tokens
+        self.dropped += other.dropped
+
+    def finish(self) -> InputRange:
+        """The range; zeros when no token was seen."""
+        mean_I = (self._sum_I / max(self.tokens, 1)).float()
+        amax = float(self._amax_I.max()) if self.inputs else 0.0
+        return InputRange(amax, self._amax_I.clone(), mean_I, self.tokens, self.dropped)
+
+
+def finite_rows(x_TI: Tensor) -> tuple[Tensor, int]:
+    """The tokens without a NaN or infinity, and how many had one; the tensor itself when none had."""
+    if bool(torch.isfinite(x_TI.sum())):
+        return x_TI, 0  # a sum is finite only when all its terms are
+    good_T = torch.isfinite(x_TI).all(dim=1)
+    return x_TI[good_T], int((~good_T).sum())
+
+
+def _check_width(x_TI: Tensor, inputs: int) -> None:
+    if x_TI.ndim != 2 or x_TI.shape[1] != inputs:
+        raise QuantkitError(
+            "activations of another width", value=list(x_TI.shape), allowed=f"[tokens, {inputs}]",
+        )  # fmt: skip

@@ -1,0 +1,43 @@
+"""The factor that GPTQ corrects by: U, upper triangular, with (H + damp * mean(diag H) * 1)^-1 = U^T U.
+
+E. Frantar et al., GPTQ (arXiv 2210.17323), invert H and take the Cholesky factor of the inverse. The same U is the
+inverse of R in H = R R^T with R upper triangular, which is a Cholesky factorisation of H read from its last row to its
+first: one factorisation and one triangular inverse instead of two factorisations and an inverse, and less rounding.
+Computed in float64, on the device of H; the caller orders the columns first.
+
+Shape suffixes: I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+LADDER = (0.01, 0.03, 0.09, 0.27, 0.81, 1.0)
+
+
+def inverse_factor(h_II: Tensor, damp: float) -> Tensor | None:
+    """U as float32, or None where the damped matrix is not positive definite or U is not finite.
+
+    h_II  float32 or float64, symmetric, no dead columns (a zero on the diagonal);  damp  a share of the mean diagonal
+    """
+    damped_II = h_II.double().flip(0, 1).contiguous()
+    damped_II.diagonal().add_(damp * float(h_II.diagonal().double().mean()))
+    lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+    if int(failed):
+        return None
+    one_II = torch.eye(len(h_II), dtype=torch.float64, device=h_II.device)
+    upper_II = torch.linalg.solve_triangular(lower_II.flip(0, 1), one_II, upper=True).float()
+    usable = bool(torch.isfinite(upper_II).all()) and bool((upper_II.diagonal() > 0).all())
+    return upper_II if usable else None
+
+
+def damped_factor(h_II: Tensor, ladder: Iterable[float] = LADDER) -> tuple[Tensor, float] | None:
+    """U and the damping it took: the first of the ladder that serves; None when none does (H holds a NaN, say)."""
+    for damp in ladder:
+        upper_II = inverse_factor(h_II, damp)
+        if upper_II is not None:
+            return upper_II, damp
+    return None
