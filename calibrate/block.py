@@ -10,14 +10,15 @@ Letters: T tokens, O outputs (rows), I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from quantkit.calibrate.activations import State
+from quantkit.calibrate.activations import Activations, State
 from quantkit.calibrate.block_load import Experts, Piece, pieces_of
 from quantkit.calibrate.block_names import Target
+from quantkit.calibrate.block_sweep import sweep
 from quantkit.calibrate.observe import (
     Cache,
     Observer,
@@ -36,11 +37,13 @@ class Block:
     """Block `index` of a model, inside `with model.block(index)`. `module` is the live layer with its weights."""
 
     def __init__(
-        self, owner: BlockModel, index: int, targets: Mapping[str, Target], streamed: Mapping[str, Experts]
-    ) -> None:
+        self, owner: BlockModel, index: int, targets: Mapping[str, Target], streamed: Mapping[str, Experts],
+        memory: int | None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.module: torch.nn.Module = owner.layers[index]
-        self._owner, self._streamed = owner, streamed
+        self._owner, self.streamed = owner, streamed
+        self._memory = memory
         self._pieces: dict[str, Piece] = {}
         self._experts: dict[int, str] = {}  # id of an experts module -> its name
         self._names: dict[tuple[str, int], tuple[str, ...]] = {}  # (parameter, expert) -> checkpoint modules
@@ -71,18 +74,35 @@ class Block:
             if (f"{path}.{leaf}", e) in self._names
         ]
 
-    def run(self, state: State, observe: Observer | None = None, cache: Cache | None = None) -> State:
+    def run_all(
+        self, states: Activations, observe: Observer | None = None, cache: Cache | None = None
+    ) -> Iterator[tuple[int, State]]:
+        """`run` on every state: (its number, what enters the next block), in order. A state may be overwritten then.
+
+        Where experts do not fit into memory, each is read once in all; as many bytes again as the block's budget may
+        then hold what enters and leaves the experts, and more waits in files.
+        """
+        if len(self.streamed) == 1 and self._memory is not None:
+            yield from sweep(self, states, observe, cache, self._memory, self._owner.scratch)
+            return
+        for i, state in enumerate(states):
+            yield i, self.run(state, observe, cache)
+
+    def run(
+        self, state: State, observe: Observer | None = None, cache: Cache | None = None, *,
+        experts: Callable[..., torch.Tensor] | None = None,
+    ) -> State:  # fmt: skip
         """The state that enters the next block.
 
         `observe` is shown the inputs of every set of `linears` and what the attention caches; `cache` replaces the keys
-        and values that the attention of this block reads.
+        and values that the attention of this block reads; `experts` stands in for its routed experts.
         """
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         config = self._owner.model.config
         with torch.no_grad(), ExitStack() as stack:
             if self._experts:
-                stack.enter_context(bound(ALL_EXPERTS_FUNCTIONS, "eager", self._routed(observe)))
+                stack.enter_context(bound(ALL_EXPERTS_FUNCTIONS, "eager", experts or self._routed(observe)))
             if observe is not None:
                 path = self._owner.layer_name(self.index)
                 sets = [(self._owner.model.get_submodule(f"{path}.{first}"), names) for first, names in self._sets()]
@@ -91,6 +111,27 @@ class Block:
                 attention = attention_watched(self.module, config._attn_implementation, self.index, observe, cache)
                 stack.enter_context(attention)
             return self._owner.run_layer(self.index, state)
+
+    def add_experts(self, path: str, state: State, observe: Observer | None) -> State:
+        """The experts that are held, of the module `path`, added to what `sweep` put aside."""
+        assert state.rest is not None
+        hidden, (index, weights, out) = state.hidden, state.rest
+        assert index is not None
+        assert weights is not None
+        store, device = self.streamed[path], self._owner.device
+        module = self._owner.model.get_submodule(path)
+        with torch.no_grad():
+            added = experts_forward(
+                module, hidden.to(device), index.to(device), weights.to(device), store.matrix,
+                self._shown(path, observe), only=store.held, out_TD=None if out is None else out.to(device),
+            )  # fmt: skip
+        return State(hidden, (index, weights, added))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of `weight(name)`, without reading it."""
+        piece = self._piece(name)
+        whole = piece.target.shape if piece.expert is None else piece.target.shape[1:]
+        return tuple(piece.of(torch.empty(whole, device="meta")).shape)
 
     def weight(self, name: str) -> torch.Tensor:
         """The live weight of a checkpoint module as float32: [O, I] of a linear layer, [D] of a norm.
@@ -111,8 +152,8 @@ class Block:
         with torch.no_grad():
             view.copy_(w_OI)
         path, _, leaf = piece.target.name.rpartition(".")
-        if path in self._streamed and piece.expert is not None:
-            self._streamed[path].overwrite(leaf, piece.expert, matrix)
+        if path in self.streamed and piece.expert is not None:
+            self.streamed[path].overwrite(leaf, piece.expert, matrix)
 
     def _piece(self, name: str) -> Piece:
         if name not in self._pieces:
@@ -122,8 +163,8 @@ class Block:
     def _tensor(self, piece: Piece) -> torch.Tensor:
         """The parameter a piece lies in, or the matrix of its expert."""
         path, _, leaf = piece.target.name.rpartition(".")
-        if piece.expert is not None and path in self._streamed:
-            return self._streamed[path].matrix(leaf, piece.expert)
+        if piece.expert is not None and path in self.streamed:
+            return self.streamed[path].matrix(leaf, piece.expert)
         tensor: torch.Tensor = getattr(self._owner.model.get_submodule(path), leaf)
         return tensor if piece.expert is None else tensor[piece.expert]
 
@@ -137,15 +178,20 @@ class Block:
 
         def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             path = self._experts[id(module)]
-            store = self._streamed.get(path)
+            store = self.streamed.get(path)
 
             def matrix(leaf: str, e: int) -> torch.Tensor:
                 return store.matrix(leaf, e) if store is not None else getattr(module, leaf)[e]
 
-            def seen(leaf: str, e: int, x_TI: torch.Tensor) -> None:
-                if observe is not None:
-                    observe.linear(self._names[f"{path}.{leaf}", e], x_TI)
-
-            return experts_forward(module, hidden, index, weights, matrix, seen)
+            return experts_forward(module, hidden, index, weights, matrix, self._shown(path, observe))
 
         return forward
+
+    def _shown(self, path: str, observe: Observer | None) -> Callable[[str, int, torch.Tensor], None]:
+        """Shows an observer what enters a matrix of the experts module `path`."""
+
+        def seen(leaf: str, e: int, x_TI: torch.Tensor) -> None:
+            if observe is not None:
+                observe.linear(self._names[f"{path}.{leaf}", e], x_TI)
+
+        return seen

@@ -1,7 +1,7 @@
-"""Reads the tensors of one block, and the experts of a block that is larger than the budget one at a time.
+"""Reads the tensors of one block, and the experts of a block that is larger than the budget as they are needed.
 
 A parameter lives on the meta device until its block is loaded and goes back there afterwards. Of a block whose float
-weights exceed the budget, as many experts as fit stay in memory; the others are read again for every run, and
+weights exceed the budget, as many experts as fit stay in memory; the others are read again when they are needed, and
 those that were overwritten meanwhile are kept in a scratch file.
 
 Letters: E experts, O outputs (rows), I inputs.
@@ -97,9 +97,10 @@ def pieces_of(target: Target, weights: Weights, *, experts: bool, flip: bool) ->
 
 
 class Experts:
-    """The matrices of the routed experts of one block that does not fit: some resident, the others read for a run.
+    """The matrices of the routed experts of one block that does not fit: some are held, the others read when needed.
 
-    memory  bytes for resident experts; the matrices of the experts from `resident` on are read when they are needed
+    room  how many experts fit at once. While batches run one by one, all but one of them are the first experts, which
+          stay, and the last place is for the one in use; `hold` gives every place to a wave of them.
     """
 
     def __init__(self, loader: Loader, targets: Mapping[str, Target], memory: int, folder: Path | None) -> None:
@@ -107,7 +108,9 @@ class Experts:
         size = torch.empty(0, dtype=loader.dtype).element_size()
         each = sum(math.prod(t.shape[1:]) for t in targets.values()) * size
         self.count = next(iter(targets.values())).shape[0]
-        self.resident = min(max(memory // each - 1, 0), self.count)  # one more is in memory while it is used
+        self.room = min(max(memory // each, 1), self.count)
+        self.held = range(self.room if self.room == self.count else self.room - 1)
+        self._changed: set[tuple[str, int]] = set()  # of the held ones: not yet in the scratch file
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
         self._scratch: dict[tuple[str, int], int] = {}
         self._file: Any = None
@@ -118,30 +121,44 @@ class Experts:
         if key in self._kept:
             return self._kept[key]
         if key in self._scratch:
-            return self._read(key)
-        found = self._loader.expert(self._targets[name], e, self._loader.dtype)
-        if e < self.resident:
+            found = self._read(key)
+        else:
+            found = self._loader.expert(self._targets[name], e, self._loader.dtype)
+        if e in self.held:
             self._kept[key] = found
         return found
 
+    def hold(self, experts: range) -> None:
+        """Keep these experts from now on, and no others."""
+        self.held = experts
+        for key in [k for k in self._kept if k[1] not in experts]:
+            matrix = self._kept.pop(key)
+            if key in self._changed:
+                self._changed.remove(key)
+                self._write(key, matrix)
+
     def overwrite(self, name: str, e: int, matrix: torch.Tensor) -> None:
         """What `matrix` returns from now on."""
-        if e < self.resident:
+        if e in self.held:
             self._kept[name, e] = matrix
-            return
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (closed with the block)
-        at = self._scratch.get((name, e))
-        if at is None:
-            at = self._scratch[name, e] = self._file.seek(0, 2)
-        self._file.seek(at)
-        self._file.write(matrix.to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
+            self._changed.add((name, e))
+        else:
+            self._write((name, e), matrix)
 
     def close(self) -> None:
         """Free the resident experts and the scratch file."""
         self._kept.clear()
         if self._file is not None:
             self._file.close()
+
+    def _write(self, key: tuple[str, int], matrix: torch.Tensor) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (closed with the block)
+        at = self._scratch.get(key)
+        if at is None:
+            at = self._scratch[key] = self._file.seek(0, 2)
+        self._file.seek(at)
+        self._file.write(matrix.to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
 
     def _read(self, key: tuple[str, int]) -> torch.Tensor:
         shape = self._targets[key[0]].shape[1:]

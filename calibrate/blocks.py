@@ -113,7 +113,8 @@ class BlockModel:
         """Load block `index`, and free it at the end.
 
         With `memory` (bytes) and a block whose weights need more, routed experts that do not fit are read from the
-        checkpoint each time they are run, one at a time; the outputs are the same bits.
+        checkpoint when they are run: by `Block.run` each time, by `Block.run_all` once for all samples. The outputs are
+        the same bits.
         """
         inside = f"{self.prefix}.{index}."
         targets = {n: t for n, t in self.targets.items() if n.startswith(inside)}
@@ -121,7 +122,7 @@ class BlockModel:
         streamed = {n for e in experts.values() for n in e[0]}
         try:
             with self._holding([n for n in targets if n not in streamed]):
-                yield Block(self, index, targets, {n: store for n, (_, store) in experts.items()})
+                yield Block(self, index, targets, {n: s for n, (_, s) in experts.items()}, memory)
         finally:
             for _, store in experts.values():
                 store.close()

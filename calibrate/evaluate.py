@@ -79,8 +79,8 @@ def evaluate(
         for index in range(source.num_blocks):
             for model, chain, through in ((source, chains[0], None), (candidate, chains[1], cache)):
                 with model.block(index, memory=memory) as block:
-                    for i in range(len(chain)):
-                        chain[i] = block.run(chain[i], cache=through)
+                    for i, state in block.run_all(chain, cache=through):
+                        chain[i] = state
                 done += 1
                 if progress is not None:
                     progress(done, total)

@@ -149,13 +149,17 @@ def experts_forward(
     weight_TK: torch.Tensor,
     matrix: Callable[[str, int], torch.Tensor],
     seen: Callable[[str, int, torch.Tensor], None],
+    *,
+    only: range | None = None,
+    out_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The routed experts of one layer, expert by expert as transformers' own loop does it: the same bits.
 
-    `matrix(name, e)` gives the matrix of a parameter when it is needed; `seen(name, e, x)` is shown what enters it.
+    `matrix(name, e)` gives the matrix of a parameter when it is needed; `seen(name, e, x)` is shown what enters it. Of
+    a wave, the experts `only` add what they give to `out_TD`.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    out_TD = torch.zeros_like(hidden_TD)
+    out_TD = torch.zeros_like(hidden_TD) if out_TD is None else out_TD
 
     def project(name: str, e: int, x: torch.Tensor) -> torch.Tensor:
         seen(name, e, x)
@@ -166,8 +170,8 @@ def experts_forward(
         return torch.nn.functional.linear(x, w, bias)
 
     for e in torch.unique(index_TK).tolist():
-        if e >= module.num_experts:
-            continue  # the mark of a token that no expert of this machine takes
+        if e not in (range(module.num_experts) if only is None else only):
+            continue  # of another wave, or the mark of a token that no expert of this machine takes
         position, token = torch.where(index_TK.T.eq(e))
         x = project(first, e, hidden_TD[token])
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)

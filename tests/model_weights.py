@@ -15,6 +15,8 @@ import torch
 from families import Tensors, load_tensors, read_config, save_tensors, write_config
 from safetensors import safe_open
 
+torch.set_num_threads(1)  # the matrices are tiny: on a busy machine two threads wait for each other forty times as long
+
 
 class InMemory:
     """Plain `tensors`, and `decoded` ones (outputs by inputs) of quantised layers."""
