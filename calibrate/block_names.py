@@ -19,7 +19,9 @@ from quantkit.calibrate.weights import Weights
 from quantkit.kernels.errors import QuantkitError
 
 # scales of caches and of activations, and buffers of old checkpoints: they are not part of the forward in float
-_IGNORED = re.compile(r".*(?:_scale|\.rotary_emb\.inv_freq|\.attn\.(?:masked_)?bias)")
+_IGNORED = re.compile(
+    r".*\.(?:(?:q|k|v|kv|qkv|prob|input|output|activation|input_global)_scale|rotary_emb\.inv_freq|attn\.(?:masked_)?bias)"
+)
 _NUMBERS = re.compile(r"(\d+)")
 
 

@@ -82,6 +82,7 @@ def test_a_model_that_predicts_no_text(tmp_path):
         (lambda t: t.update({"model.layers.1.mlp.experts.3.down_proj.weight": torch.zeros(8, 8)}), "complete", "down"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(8)}), "shape that config.json implies", "norm"),
         (lambda t: t.update({"model.layers.1.self_attn.sinks": torch.zeros(4)}), "no place for a tensor", "sinks"),
+        (lambda t: t.update({"model.layers.1.mlp.gate.per_expert_scale": torch.ones(4)}), "no place", "per_expert"),
         (lambda t: t.update({"layers.1.input_layernorm.weight": torch.zeros(256)}), "two tensors", "input_layernorm"),
     ],
 )
