@@ -12,6 +12,11 @@ stays, of which the first is the plain scale of the format. A group whose inputs
     nvfp4     e4m3 codes from 6 below the plain one to 8 above
     mxfp4     exponents from 2 below the plain one to 1 above
 
+Without calibration, `tail_weights` stand in for h: the inputs that carry a model's few very large activations are those
+whose weights have heavy tails over the outputs, kurtosis n sum w^4 / (sum w^2)^2. Its square as h_c, times |w_c|, so
+that what is large is kept well, gave SmolLM2-135M at g64 a KL of 0.277 on 6 x 512 tokens of wikitext-2, against 0.334
+of the signed scale, although the plain squared error of its weights is larger than that of the unweighted search.
+
 Arrays are C-contiguous and the GIL is released. Shape suffixes: R rows, I inputs, G groups, N inputs of a group.
 """
 
@@ -30,11 +35,15 @@ from quantkit.kernels.cpu.convert import (
     f32_to_e4m3_code,
     f32_to_f16_bits,
 )
+from quantkit.kernels.cpu.decode import int4_to_f32
 from quantkit.kernels.cpu.gptq import round_e2m1, round_int4
+from quantkit.kernels.cpu.int4 import requantize_int4
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
+U16 = NDArray[np.uint16]
 
 _STEPS = (1.2 * (0.3 / 1.2) ** (np.arange(32) / 31)).astype(np.float32)
 _DRAWN_IN = 10
@@ -83,7 +92,9 @@ def _e2m1_loss(w_N: F32, h_N: F32, scale: np.float32) -> np.float32:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _group(w_I: F32, h_I: F32, start: int, w_N: F32, h_N: F32) -> tuple[np.float32, np.float32, np.float32]:
+def _group(
+    w_I: F32, h_I: F32, start: int, by_size: bool, w_N: F32, h_N: F32
+) -> tuple[np.float32, np.float32, np.float32]:
     """Copy a group in units of its largest weight and of its largest h; returns the largest, lowest and highest weight.
 
     In those units no sum leaves float32. `largest` is 0 for a group of zeros, of which the copies are not valid.
@@ -96,17 +107,22 @@ def _group(w_I: F32, h_I: F32, start: int, w_N: F32, h_N: F32) -> tuple[np.float
     for i in range(w_N.size):
         w_N[i] = w_I[start + i] / largest
         h_N[i] = h_I[start + i] / most if most > 0 else np.float32(1)
+        if by_size:
+            h_N[i] *= abs(w_N[i])
     return largest, low, high
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> None:
-    """Values of the stored signed scales of symmetric int4; finite weights, h >= 0."""
+def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, by_size: bool, scale_RG: F32) -> None:
+    """Values of the stored signed scales of symmetric int4; finite weights, h >= 0.
+
+    by_size  the weighting of w_c is h_c |w_c|, not h_c
+    """
     w_N, h_N = np.empty((2, group), np.float32)
     tries = np.empty(3, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
-            largest, _, high = _group(w_RI[r], h_I, g * group, w_N, h_N)
+            largest, _, high = _group(w_RI[r], h_I, g * group, by_size, w_N, h_N)
             if largest == 0:
                 scale_RG[r, g] = 1
                 continue
@@ -118,7 +134,7 @@ def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> N
                     if qq > 0 and wq * wq / qq > score:
                         score, fitted = wq * wq / qq, wq / qq
             tries[0], tries[1], tries[2] = largest / np.float32(7.5), start * largest, fitted * largest
-            best = np.float32(np.inf)
+            best, scale_RG[r, g] = np.float32(np.inf), stored_scale(tries[0], half)
             for k in range(3):
                 scale = stored_scale(tries[k], half)
                 loss = _int4_loss(w_N, h_N, scale / largest, np.float32(0))
@@ -127,12 +143,47 @@ def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> N
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def add_moments(w_RI: F32, square_I: F64, fourth_I: F64) -> None:
+    """Add w^2 and w^4 of more rows of a matrix, row after row: chunks of any size give the same sums."""
+    for r in range(w_RI.shape[0]):
+        for i in range(w_RI.shape[1]):
+            square = np.float64(w_RI[r, i]) * np.float64(w_RI[r, i])
+            square_I[i] += square
+            fourth_I[i] += square * square
+
+
+def tail_weights(square_I: F64, fourth_I: F64, rows: int) -> F32:
+    """The squared kurtosis of every column, float32; 1 for a column of zeros."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kurtosis_I = rows * fourth_I / np.square(square_I)
+    weights: F32 = np.where(np.isfinite(kurtosis_I), np.square(kurtosis_I), 1.0).astype(np.float32)
+    return weights
+
+
+def quantize_int4_tails(
+    w_RI: F32, h_I: F32, group: int, half: bool, codes_RB: U8, scale_RG: U16, sq_err_R: F64, sq_norm_R: F64
+) -> int:
+    """As `int4.quantize_int4`, with scales by `tail_weights` of the whole matrix and the size of each weight."""
+    finite_R = np.isfinite(w_RI).all(axis=1)
+    if not finite_R.all():
+        return int(np.argmin(finite_R))
+    scale, hat_RI = np.empty(scale_RG.shape, np.float32), np.empty_like(w_RI)
+    int4_scales(w_RI, h_I, group, half, True, scale)
+    scale_RG[:] = scale.astype(np.float16).view(np.uint16) if half else (scale.view(np.uint32) >> 16).astype(np.uint16)
+    requantize_int4(w_RI, group, half, scale_RG, codes_RB)
+    int4_to_f32(codes_RB, scale, np.zeros(scale.shape, np.int8), hat_RI)
+    sq_err_R[:] = np.square(w_RI.astype(np.float64) - hat_RI).sum(1)
+    sq_norm_R[:] = np.square(w_RI.astype(np.float64)).sum(1)
+    return -1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32, zero_RG: I8) -> None:
     """Values of the stored scales, and zero points -8..7."""
     w_N, h_N = np.empty((2, group), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
-            largest, low, high = _group(w_RI[r], h_I, g * group, w_N, h_N)
+            largest, low, high = _group(w_RI[r], h_I, g * group, False, w_N, h_N)
             scale_RG[r, g], zero_RG[r, g] = np.float32(1), np.int8(-8)
             if largest == 0:
                 continue
@@ -154,7 +205,7 @@ def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, code_RG: U8) -> None:
     w_N, h_N = np.empty((2, 16), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
-            largest, _, _ = _group(w_RI[r], h_I, g * 16, w_N, h_N)
+            largest, _, _ = _group(w_RI[r], h_I, g * 16, False, w_N, h_N)
             base = min(max(largest / (np.float32(6) * scale_2), np.float32(2.0**-9)), np.float32(448))
             plain = np.int32(0x38) if largest == 0 else f32_to_e4m3_code(base)
             code_RG[r, g] = plain
@@ -172,7 +223,7 @@ def mxfp4_scales(w_RI: F32, h_I: F32, code_RG: U8) -> None:
     w_N, h_N = np.empty((2, 32), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
-            largest, _, _ = _group(w_RI[r], h_I, g * 32, w_N, h_N)
+            largest, _, _ = _group(w_RI[r], h_I, g * 32, False, w_N, h_N)
             exponent = (bits_of_f32(largest) + np.int32(1 << 21)) >> np.int32(23)
             plain = np.int32(127) if largest == 0 else max(exponent - np.int32(2), np.int32(1))
             code_RG[r, g] = plain

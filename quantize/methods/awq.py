@@ -143,5 +143,5 @@ def _loss(h_II: Tensor, weights: Sequence[Tensor], s_I: Tensor, scheme: QuantSch
     for w_OI, scaled_OI in zip(weights, scaled, strict=True):
         grid = make_grid(scaled_OI.cpu().contiguous().numpy(), scheme, "search", None, half=half, amax=amax)
         d_OI = w_OI - nearest_to(grid, scaled_OI) / s_I
-        loss += float(gptq.losses(d_OI, h_II).sum())
+        loss += float(gptq.losses(d_OI, h_II)[0].sum())
     return loss

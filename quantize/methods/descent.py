@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from quantkit.kernels.cpu.gptq import descend_block
 from quantkit.quantize.methods.grid import Grid
+from quantkit.quantize.methods.threads import by_rows
 from torch import Tensor
 
 
-def sweep(w_OI: Tensor, h_II: Tensor, grid: Grid, hat_OI: Tensor, block: int) -> None:
-    """One pass over all scales, then one over all weights; `grid` and `hat_OI` (on the device of `h_II`) change.
+def sweep(h_II: Tensor, grid: Grid, hat_OI: Tensor, slope_OI: Tensor, block: int) -> None:
+    """One pass over all scales, then one over all weights; `grid`, `hat_OI` and `slope_OI` change.
 
     h_II  symmetric with a positive diagonal;  block  columns between two matrix products
     """
-    slope_OI = (w_OI - hat_OI) @ h_II
     for g in range(grid.stored_OG.shape[1]):
         _refit(g, h_II, grid, hat_OI, slope_OI)
     scale, zero = grid.scale_OG.numpy(), grid.zero_OG.numpy()
@@ -34,7 +34,12 @@ def sweep(w_OI: Tensor, h_II: Tensor, grid: Grid, hat_OI: Tensor, block: int) ->
         slope, part = slope_OI[:, here].cpu().contiguous().numpy(), hat_OI[:, here].cpu().contiguous()
         moved = torch.empty_like(part)
         corner = h_II[here, here].cpu().contiguous().numpy()
-        descend_block(slope, corner, scale, zero, group_I[here], grid.fp4, part.numpy(), moved.numpy())
+
+        def share(o: slice) -> None:
+            arrays = slope[o], corner, scale[o], zero[o], group_I[here], grid.fp4  # noqa: B023
+            descend_block(*arrays, part[o].numpy(), moved[o].numpy())  # noqa: B023
+
+        by_rows(len(hat_OI), share)
         hat_OI[:, here] = part.to(hat_OI.device)
         slope_OI -= moved.to(hat_OI.device) @ h_II[here]
 

@@ -30,6 +30,7 @@ from quantkit.kernels.linalg import LADDER, damped_factor
 from quantkit.kernels.scheme import QuantScheme
 from quantkit.quantize.methods.descent import sweep
 from quantkit.quantize.methods.grid import F32, Grid, decoded, make_grid, nearest_to, parts_of, saturated
+from quantkit.quantize.methods.threads import by_rows
 from torch import Tensor
 
 
@@ -44,7 +45,7 @@ class GptqOptions:
     damp: float = LADDER[0]
     act_order: bool = True
     block: int = 128
-    sweeps: int = 2
+    sweeps: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,23 +133,22 @@ def quantize(
     w = w_OI.cpu().numpy()
     searched = make_grid(w, scheme, "search", None, half=half, amax=amax)
     h_II = factor.h_II * (~factor.dead_I)[:, None]  # dead inputs cost nothing
-    best = _Best(w_OI, h_II, nearest_to(searched, w_OI), searched)
+    best = _Best(w_OI, h_II, searched)
+    best.offer(nearest_to(searched, w_OI), searched)
     plain_O = best.loss_O
     costs = _costs(factor)
     weighted = searched if costs is None else make_grid(w, scheme, "weighted", costs, half=half, amax=amax)
     for grid in (searched, weighted):
         best.offer(_compensated(w_OI, factor, grid, options.block), grid)
     for _ in range(0 if factor.upper_II is None else options.sweeps):
-        hat_OI, grid = best.hat_OI.clone(), best.grid.copy()
-        sweep(w_OI, _damped(factor), grid, hat_OI, options.block)
-        best.offer(hat_OI, grid)
+        best.sweep(factor, options.block)
     parts = parts_of(best.grid, w, best.hat_OI.cpu().contiguous().numpy())
     return Quantized(
         parts=parts,
         w_hat_OI=torch.from_numpy(decoded(best.grid, parts.codes, w.shape[1])),
         loss=float(best.loss_O.sum()),
         loss_plain=float(plain_O.sum()),
-        norm=float(losses(w_OI, h_II).sum()),
+        norm=float(losses(w_OI, h_II)[0].sum()),
         damp=factor.damp,
         fallback=factor.failed,
         kept_rows=int((best.loss_O == plain_O).sum()),
@@ -171,22 +171,40 @@ def round_to_nearest(
 class _Best:
     """The best result so far, row by row."""
 
-    def __init__(self, w_OI: Tensor, h_II: Tensor, hat_OI: Tensor, grid: Grid) -> None:
-        self.w_OI, self.h_II, self.hat_OI, self.grid = w_OI, h_II, hat_OI, grid.copy()
-        self.loss_O = losses(w_OI - hat_OI, h_II)
+    def __init__(self, w_OI: Tensor, h_II: Tensor, grid: Grid) -> None:
+        self.w_OI, self.h_II, self.grid = w_OI, h_II, grid.copy()
+        self.hat_OI = self.slope_OI = torch.zeros_like(w_OI)  # slope: (W - W_hat) H
+        self.loss_O = torch.full((len(w_OI),), torch.inf, dtype=torch.float64, device=w_OI.device)
 
     def offer(self, hat_OI: Tensor, grid: Grid) -> None:
-        """Take the rows that lose less; one whose loss is not a number does not."""
-        loss_O = losses(self.w_OI - hat_OI, self.h_II)
+        """Measure a result and take the rows that lose less; one whose loss is not a number does not."""
+        self._take(hat_OI, grid, *losses(self.w_OI - hat_OI, self.h_II))
+
+    def sweep(self, factor: Factor, block: int) -> None:
+        """One more round of coordinate descent, which keeps the slopes up to date: they are not computed anew."""
+        hat_OI, grid = self.hat_OI.clone(), self.grid.copy()
+        extra = factor.damp * float(factor.h_II.diagonal().mean())
+        added_I = factor.h_II.diagonal() * factor.dead_I + extra  # what the damped matrix has on its diagonal beyond H
+        damped_II = self.h_II.clone()
+        damped_II.diagonal().add_(added_I)
+        slope_OI = self.slope_OI + (self.w_OI - hat_OI) * added_I
+        sweep(damped_II, grid, hat_OI, slope_OI, block)
+        d_OI = self.w_OI - hat_OI
+        slope_OI -= d_OI * added_I
+        self._take(hat_OI, grid, (slope_OI.double() * d_OI).sum(1), slope_OI)
+
+    def _take(self, hat_OI: Tensor, grid: Grid, loss_O: Tensor, slope_OI: Tensor) -> None:
         better_O = loss_O < self.loss_O
         self.loss_O = torch.where(better_O, loss_O, self.loss_O)
         self.hat_OI = torch.where(better_O[:, None], hat_OI, self.hat_OI)
+        self.slope_OI = torch.where(better_O[:, None], slope_OI, self.slope_OI)
         self.grid.take(better_O, grid)
 
 
-def losses(d_OI: Tensor, h_II: Tensor) -> Tensor:
-    """Loss of every row, d H d^T: products in float32, their sum in float64."""
-    return ((d_OI @ h_II).double() * d_OI).sum(1)
+def losses(d_OI: Tensor, h_II: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of every row, d H d^T, and D H: products in float32, the sums of the losses in float64."""
+    slope_OI = d_OI @ h_II
+    return (slope_OI.double() * d_OI).sum(1), slope_OI
 
 
 def _costs(factor: Factor) -> F32 | None:
@@ -197,12 +215,6 @@ def _costs(factor: Factor) -> F32 | None:
     costs_I = torch.empty_like(factor.h_II.diagonal())
     costs_I[factor.order_I] = factor.upper_II.diagonal().square().reciprocal()
     return costs_I.cpu().numpy()
-
-
-def _damped(factor: Factor) -> Tensor:
-    h_II = factor.h_II.clone()
-    h_II.diagonal().add_(factor.damp * h_II.diagonal().mean())
-    return h_II
 
 
 def _compensated(w_OI: Tensor, factor: Factor, grid: Grid, block: int) -> Tensor:
@@ -219,7 +231,12 @@ def _compensated(w_OI: Tensor, factor: Factor, grid: Grid, block: int) -> Tensor
         part = left_OI[:, here].cpu().contiguous()
         hat, error = torch.empty_like(part), torch.empty_like(part)
         corner = upper_II[here, here].cpu().contiguous().numpy()
-        gptq_block(part.numpy(), corner, scale, zero, group_I[here], grid.fp4, hat.numpy(), error.numpy())
+
+        def share(o: slice) -> None:
+            arrays = part[o].numpy(), corner, scale[o], zero[o], group_I[here], grid.fp4  # noqa: B023
+            gptq_block(*arrays, hat[o].numpy(), error[o].numpy())  # noqa: B023
+
+        by_rows(len(w_OI), share)
         hat_OI[:, here] = hat.to(hat_OI.device)
         left_OI[:, rest] -= error.to(hat_OI.device) @ upper_II[here, rest]
     found_OI = torch.empty_like(hat_OI)

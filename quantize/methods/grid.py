@@ -169,7 +169,7 @@ def _weighted(w_OI: F32, scheme: QuantScheme, group: int, half: bool, scale_2: n
     if scheme.element == "int4":
         scale = np.empty(shape, np.float32)
         if scheme.symmetric:
-            weighted.int4_scales(w_OI, h_I, group, half, scale)
+            weighted.int4_scales(w_OI, h_I, group, half, False, scale)
         else:
             weighted.int4_scales_asym(w_OI, h_I, group, half, scale, zero)
         return scale, zero.astype(np.float32)
