@@ -29,7 +29,7 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.linalg import LADDER, damped_factor
 from quantkit.kernels.scheme import QuantScheme
 from quantkit.quantize.methods.descent import sweep
-from quantkit.quantize.methods.grid import F32, Grid, decoded, make_grid, nearest_to, parts_of, saturated
+from quantkit.quantize.methods.grid import F32, Grid, Rule, decoded, make_grid, nearest_to, parts_of, saturated
 from quantkit.quantize.methods.threads import by_rows
 from torch import Tensor
 
@@ -40,12 +40,14 @@ class GptqOptions:
     act_order  take columns by descending diag H, rather than from left to right
     block      columns rounded between two matrix products; changes sums in the last bit only
     sweeps     rounds of coordinate descent and scale refit at the end
+    rules      the scales that are tried; the second alone takes a sixth less time and loses 1.6 % more
     """
 
     damp: float = LADDER[0]
     act_order: bool = True
     block: int = 128
     sweeps: int = 1
+    rules: tuple[Rule, ...] = ("search", "weighted")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,9 +139,10 @@ def quantize(
     best.offer(nearest_to(searched, w_OI), searched)
     plain_O = best.loss_O
     costs = _costs(factor)
-    weighted = searched if costs is None else make_grid(w, scheme, "weighted", costs, half=half, amax=amax)
-    for grid in (searched, weighted):
-        best.offer(_compensated(w_OI, factor, grid, options.block), grid)
+    for rule in options.rules:
+        if rule != "weighted" or costs is not None:
+            grid = searched if rule == "search" else make_grid(w, scheme, rule, costs, half=half, amax=amax)
+            best.offer(_compensated(w_OI, factor, grid, options.block), grid)
     for _ in range(0 if factor.upper_II is None else options.sweeps):
         best.sweep(factor, options.block)
     parts = parts_of(best.grid, w, best.hat_OI.cpu().contiguous().numpy())

@@ -126,6 +126,14 @@ def test_sweeps_lower_the_loss_and_end_where_no_code_gains_much(name):
     assert gains[1] < min(0.01, gains[0] / 3), gains
 
 
+def test_both_scales_are_no_worse_than_either():
+    w, x = problem()
+    h = hessian(x)
+    both = run(w, h, "int4-g32").loss
+    single = [run(w, h, "int4-g32", gptq.GptqOptions(sweeps=0, rules=(rule,))).loss for rule in ("search", "weighted")]
+    assert both < min(single)
+
+
 def test_block_size_changes_nothing_that_matters():
     w, x = problem()
     h = hessian(x)
