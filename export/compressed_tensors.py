@@ -101,7 +101,7 @@ def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> M
     return {
         "config.json": {
             "quant_method": "compressed-tensors",
-            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "format": formats.pop() if len(formats) == 1 else ("mixed-precision" if formats else "dense"),
             "quantization_status": "compressed",
             "config_groups": described,
             "ignore": list(ignore),

@@ -131,7 +131,10 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
     failures = []
     if quantized and not config:
         failures.append(f"config.json has no quantization_config but {len(quantized)} layers are quantised")
-    if not any(w.encoding != "plain" for w in weights.values()) and config:
+    only_kv = config.get("kv_cache_scheme") and not config.get(
+        "config_groups"
+    )  # scales of the cache, weights as published
+    if not any(w.encoding != "plain" for w in weights.values()) and config and not only_kv:
         failures.append("config.json has a quantization_config but no layer is quantised")
     if config.get("quant_method") in ("compressed-tensors", "modelopt", "fp8") and quantized:
         modules = [weights[n].module for n in quantized]

@@ -8,6 +8,7 @@ by the allocator in the usual way. Without a tracker each of them can end in wro
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 from quantkit.kernels.replay import Fault, Injected, Replay
@@ -116,7 +117,7 @@ def page_reused_between_checks(replay: Replay, rng: np.random.Generator) -> Inje
     pool.give(np.array([page], np.int32))
     pool.extend(taker, pool.count_S[taker] * pool.page_size + 1)
     pool.length_S[taker] = length
-    junk = rng.integers(0, 50, replay.cache.k[page].shape)  # small finite codes of every format
+    junk: Any = rng.integers(0, 50, replay.cache.k[page].shape)  # small finite codes of every format
     replay.cache.k[page], replay.cache.v[page] = junk, junk
     return _record("page reused between checks", replay, page)
 

@@ -106,4 +106,5 @@ class Model:
 
     def next_tokens(self, o_TQD: F32) -> I32:
         """Tokens [T] that follow these attention outputs."""
-        return np.argmax((o_TQD * self._sign_Q1).sum(1) @ self._out_DV, 1).astype(np.int32)
+        best_T: I32 = np.argmax((o_TQD * self._sign_Q1).sum(1) @ self._out_DV, 1).astype(np.int32)
+        return best_T

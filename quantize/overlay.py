@@ -21,14 +21,15 @@ from quantkit.kernels.errors import QuantkitError
 WEIGHTS = "weights"
 
 
-def overlaid(source: Checkpoint, run: Path, *, fp8_kv: bool) -> Checkpoint:
+def overlaid(source: Checkpoint, run: Path, *, kv: Path | None = None, fp8_kv: bool = False) -> Checkpoint:
     """The source with the tensors of a run in place of its own.
 
-    fp8_kv  the run has scales for an FP8 KV cache: the configuration then says so, or engines would not look for them
+    kv      a file of KV-cache scales under the names of an engine
+    fp8_kv  the configuration switches an FP8 cache on: without that engines do not look for scales
 
     Raises QuantkitError when the run replaces a layer that the source does not have.
     """
-    files = sorted((run / WEIGHTS).glob("*.safetensors"))
+    files = [*sorted((run / WEIGHTS).glob("*.safetensors")), *([] if kv is None else [kv])]
     found = read_tensors(files)
     ours = weights_of(replace(source, tensors=found))
     theirs = weights_of(source)

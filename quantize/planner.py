@@ -23,7 +23,7 @@ from quantkit.quantize.roles import matches_role
 def is_published(fates: Fates, tasks: Sequence[Task]) -> bool:
     """True when only copies are asked for, and the source is in the target format already or no scheme is named."""
     asked = {t.fate for t in tasks}
-    if asked & {"quantize", "decode"}:
+    if asked & {"quantize", "decode"} or fates.source.calibrated:
         return False
     method = quantization_config(fates.source.config).get("quant_method")
     return "pass" not in asked or method == fates.format_name
@@ -104,8 +104,8 @@ def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = N
     if not published:
         bare = without_quantization(source.config)
         files = {"config.json": bare}
-        if any(layer.scheme for layer in layers):
-            fp8_kv = has_fp8_kv(source.config)
+        fp8_kv = has_fp8_kv(source.config)
+        if any(layer.scheme for layer in layers) or (fp8_kv and source.calibrated):
             made = dict(fates.format.config(layers, ignore, fp8_kv=fp8_kv))
             files = {**made, "config.json": {**bare, "quantization_config": made["config.json"]}}
     return Plan(

@@ -4,7 +4,8 @@
     RUN/journal                   a line per finished block: what was measured of its layers
     RUN/weights/block-00012.safetensors   calibrated layers of a block, compressed-tensors names
     RUN/weights/kv-scales.safetensors     scales of the KV cache
-    RUN/activations/00012.safetensors     hidden states behind the last finished block, until the run is done
+    RUN/activations/00012/        hidden states behind the last finished block, until the run is done
+    RUN/samples/00012.safetensors recorded samples of a block, until the run is done
     RUN/calibration.json          the result: scales, ranges, coverage, text digest, versions
     RUN/calibration.safetensors   recorded samples for the verifier (`recorded.py`)
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +32,7 @@ from quantkit.quantize.journal import sync_folder
 from quantkit.quantize.overlay import WEIGHTS
 
 RUN, JOURNAL, RESULT = "run.json", "journal", "calibration.json"
-ACTIVATIONS = "activations"
+ACTIVATIONS, SAMPLES = "activations", "samples"
 
 # dtype as safetensors names it, shape, and the bytes
 Stored = tuple[str, tuple[int, ...], NDArray[Any]]
@@ -76,7 +78,7 @@ class RunFolder:
         self.folder = folder
         self.done: dict[int, Any] = {}
         try:
-            for name in (WEIGHTS, ACTIVATIONS):
+            for name in (WEIGHTS, ACTIVATIONS, SAMPLES):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("w")
         except OSError as e:
@@ -97,7 +99,7 @@ class RunFolder:
     def _check(self, identity: Mapping[str, Any]) -> None:
         file = self.folder / RUN
         if not file.is_file():
-            strange = [p.name for p in self.folder.iterdir() if p.name not in (WEIGHTS, ACTIVATIONS, "lock")]
+            strange = [p.name for p in self.folder.iterdir() if p.name not in (WEIGHTS, ACTIVATIONS, SAMPLES, "lock")]
             if strange:
                 raise QuantkitError(
                     "the run folder holds other files", file=self.folder, value=", ".join(sorted(strange)[:5]),
@@ -109,7 +111,7 @@ class RunFolder:
             before = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as e:
             raise QuantkitError("the run folder is damaged", file=file, hint=f"remove {self.folder}") from e
-        changed = sorted(k for k in {*before, *identity} if before.get(k) != identity.get(k))
+        changed = sorted(k for k in {*before, *identity} - {"source"} if before.get(k) != identity.get(k))
         if changed:
             raise QuantkitError(
                 "this folder holds another run: " + ", ".join(changed) + " changed",
@@ -135,9 +137,13 @@ class RunFolder:
         """Where the calibrated layers of a block go."""
         return self.folder / WEIGHTS / f"block-{block:05d}.safetensors"
 
-    def activations_file(self, block: int) -> Path:
-        """Where the hidden states behind a block go."""
-        return self.folder / ACTIVATIONS / f"{block:05d}.safetensors"
+    def samples_file(self, block: int) -> Path:
+        """Where the recorded samples of a block go."""
+        return self.folder / SAMPLES / f"{block:05d}.safetensors"
+
+    def activations(self, block: int) -> Path:
+        """The folder of the hidden states behind a block."""
+        return self.folder / ACTIVATIONS / f"{block:05d}"
 
     def finished(self, block: int, facts: Any) -> None:
         """Record a block whose files are on the disk."""
@@ -145,9 +151,9 @@ class RunFolder:
         self._journal.flush()
         os.fsync(self._journal.fileno())
         self.done[block] = facts
-        for file in (self.folder / ACTIVATIONS).glob("*.safetensors"):
-            if file != self.activations_file(block):
-                file.unlink()
+        for states in (self.folder / ACTIVATIONS).iterdir():
+            if states != self.activations(block):
+                shutil.rmtree(states)
 
     def __enter__(self) -> RunFolder:
         return self

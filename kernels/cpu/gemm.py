@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from quantkit.kernels.cpu import gemm_rows, simd
 from quantkit.kernels.cpu.activations import quantize_activations
 from quantkit.kernels.cpu.gemm_scales import SECOND, scales_of_chunk
+from quantkit.kernels.cpu.workers import share
 from quantkit.kernels.elements import E2M1_VALUES, INT4_VALUES
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.matrix import PackedMatrix, check_experts, check_input_scale, check_inputs, check_matrix
@@ -109,21 +110,11 @@ def _decode_row(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _decode_serial(
+def _decode_rows(
     start: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any, each: int,
     shift: int, columns: int, out_RI: F32,
 ) -> None:  # fmt: skip
     for r in range(out_RI.shape[0]):
-        _decode_row(start + r, codes_OB, scale_SG, second, rows_per_scale, zero_WG, table, each, shift, columns,
-                    out_RI[r])  # fmt: skip
-
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _decode_parallel(
-    start: int, codes_OB: U8, scale_SG: Any, second: bool, rows_per_scale: int, zero_WG: Any, table: Any, each: int,
-    shift: int, columns: int, out_RI: F32,
-) -> None:  # fmt: skip
-    for r in prange(out_RI.shape[0]):
         _decode_row(start + r, codes_OB, scale_SG, second, rows_per_scale, zero_WG, table, each, shift, columns,
                     out_RI[r])  # fmt: skip
 
@@ -231,6 +222,7 @@ def _run(x: F32, w: PackedMatrix, width: int, threads: int, out: F32) -> None:
 
 def _with_blas(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
     m = _layout(w)
+    codes: Any = w.codes
     inputs = m.blocks * gemm_rows.BLOCK
     laid_out = np.zeros((len(x), inputs), np.float32)
     gemm_rows.lay_out(x, 1, m.nibbles, laid_out.reshape(-1))
@@ -239,9 +231,14 @@ def _with_blas(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
     for first in range(0, w.outputs, rows):
         last = min(first + rows, w.outputs)
         part = decoded[: last - first]
-        decode = _decode_parallel if threads > 1 else _decode_serial
-        decode(first, w.codes, w.scale, SECOND[w.scale_format], m.rows_per_scale, w.zero, m.table, m.each, m.shift,
-               m.columns, part)  # fmt: skip
+        share_rows = -(-(last - first) // threads)
+
+        def decode(worker: int, first: int = first, part: F32 = part, share_rows: int = share_rows) -> None:
+            at = worker * share_rows
+            _decode_rows(first + at, codes, w.scale, SECOND[w.scale_format], m.rows_per_scale, w.zero, m.table,
+                         m.each, m.shift, m.columns, part[at : at + share_rows])  # fmt: skip
+
+        share(decode, threads)  # plain threads: those of a parallel loop would go on spinning under BLAS
         out[:, first:last] = laid_out @ part.T
 
 

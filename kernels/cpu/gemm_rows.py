@@ -6,7 +6,8 @@ words, and plane p holds the p-th nibble of each word: lane l is input 8 l + p. 
 with plain loads. Codes become float32 in registers: a 4-bit code by one table lookup, an E4M3 code through its float16
 form. A code times its scale is exact in float32 (4 and 8, 2 and 4, 4 and 24 significant bits; the last is rounded).
 
-A tile is 1, 2, 4 or 8 tokens; every weight is decoded once for a tile and two rows share the loads of activations.
+A tile is 1, 2, 4 or 8 tokens; every weight is decoded once for a tile, and two rows (four with a single token) share
+the loads of activations.
 
 Functions that depend on a type (a table or None) are overloads.
 
@@ -21,7 +22,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import lanes, simd
+from quantkit.kernels.cpu import kv_lanes, lanes, simd
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -133,6 +134,8 @@ def pair_of_rows(
     size = block_bytes(table)
     for b in range(first, last):
         code_0, code_1 = at_0 + b * size, at_1 + b * size
+        kv_lanes.prefetch(codes, 2 * at_1 - at_0 + b * size)  # the next two rows
+        kv_lanes.prefetch(codes, 3 * at_1 - 2 * at_0 + b * size)
         g = (b >> shift) * (simd.LANES // each)
         s_0, s_1 = lanes.repeat(scale, scale_0 + g, each), lanes.repeat(scale, scale_1 + g, each)
         dot_0 = none
@@ -154,6 +157,59 @@ def pair_of_rows(
     simd.store_totals(sums, width // simd.LANES, sum_1)
 
 
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def four_rows(
+    x: F32, codes: U8, at: tuple[int, int, int, int], scale: F32, scale_at: tuple[int, int, int, int], zero: Any,
+    each: int, shift: int, blocks: int, table: Any, sums: F32,
+) -> None:  # fmt: skip
+    """Dot products of four rows with one token: with so little work for a load, four rows share the activations."""
+    sum_0 = sum_1 = sum_2 = sum_3 = simd.zeros(1)
+    size = block_bytes(table)
+    ahead = 4 * blocks * size  # the next four rows, where memory is the limit
+    for b in range(blocks):
+        for n in range(4):
+            kv_lanes.prefetch(codes, at[n] + ahead + b * size)
+        g = (b >> shift) * (simd.LANES // each)
+        dot_0 = dot_1 = dot_2 = dot_3 = simd.zeros(1)
+        for p in range(PLANES):
+            v = simd.load_f32(x, (b * PLANES + p) * simd.LANES)
+            w_0 = _less_zero(_plane(codes, at[0] + b * size, p, table), zero, scale_at[0] + g, each)
+            w_1 = _less_zero(_plane(codes, at[1] + b * size, p, table), zero, scale_at[1] + g, each)
+            w_2 = _less_zero(_plane(codes, at[2] + b * size, p, table), zero, scale_at[2] + g, each)
+            w_3 = _less_zero(_plane(codes, at[3] + b * size, p, table), zero, scale_at[3] + g, each)
+            dot_0, dot_1 = simd.fma(w_0, v, dot_0), simd.fma(w_1, v, dot_1)
+            dot_2, dot_3 = simd.fma(w_2, v, dot_2), simd.fma(w_3, v, dot_3)
+        sum_0 = simd.fma(dot_0, lanes.repeat(scale, scale_at[0] + g, each), sum_0)
+        sum_1 = simd.fma(dot_1, lanes.repeat(scale, scale_at[1] + g, each), sum_1)
+        sum_2 = simd.fma(dot_2, lanes.repeat(scale, scale_at[2] + g, each), sum_2)
+        sum_3 = simd.fma(dot_3, lanes.repeat(scale, scale_at[3] + g, each), sum_3)
+    simd.store_totals(sums, 0, sum_0)
+    simd.store_totals(sums, 1, sum_1)
+    simd.store_totals(sums, 2, sum_2)
+    simd.store_totals(sums, 3, sum_3)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _one_token(
+    x: F32, codes_OB: U8, scale_OG: F32, zero: Any, first: int, each: int, shift: int, table: Any, out_O: F32
+) -> None:
+    """The rows of a chunk, four by four, times one token; of the last four some may be the same row again."""
+    codes, scale = codes_OB.reshape(-1), scale_OG.reshape(-1)
+    rows, width, columns = codes_OB.shape[0], codes_OB.shape[1], scale_OG.shape[1]
+    sums = np.empty(4, np.float32)
+    for r in range(0, rows, 4):
+        row = (r, min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1))
+        at = (row[0] * width, row[1] * width, row[2] * width, row[3] * width)
+        scale_at = (row[0] * columns, row[1] * columns, row[2] * columns, row[3] * columns)
+        blocks = width // block_bytes(table)
+        if each == simd.LANES:  # said once more for the compiler, which then leaves the other cases out of the loop
+            four_rows(x, codes, at, scale, scale_at, zero, simd.LANES, shift, blocks, table, sums)
+        else:
+            four_rows(x, codes, at, scale, scale_at, zero, each, shift, blocks, table, sums)
+        for n in range(min(4, rows - r)):
+            out_O[first + r + n] = sums[n]
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def chunk_of_rows(
     x: F32, tokens: int, codes_OB: U8, scale_OG: F32, zero: Any, first: int, last: int, each: int, shift: int,
@@ -164,8 +220,10 @@ def chunk_of_rows(
     codes_OB and scale_OG hold these rows alone, in whole blocks, `zero` is flat; `out_TO` is the whole result.
     """
     width = simd.width(like) // simd.LANES
-    size = block_bytes(table)
-    blocks = codes_OB.shape[1] // size
+    if width == 1:
+        _one_token(x, codes_OB, scale_OG, zero, first, each, shift, table, out_TO[0])
+        return
+    blocks = codes_OB.shape[1] // block_bytes(table)
     codes, scale = codes_OB.reshape(-1), scale_OG.reshape(-1)
     sums = np.empty(2 * width, np.float32)
     for begin in range(0, blocks, step):

@@ -73,7 +73,7 @@ def _repeat(each: int) -> Any:
     return simd.operation(repeat)
 
 
-repeat_2, repeat_4, repeat_8 = _repeat(2), _repeat(4), _repeat(8)
+repeat_2, repeat_4, repeat_8, repeat_16 = _repeat(2), _repeat(4), _repeat(8), _repeat(16)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -85,7 +85,7 @@ def repeat(array: NDArray[np.float32], at: int, each: int) -> Any:
         return repeat_4(array, at)
     if each == 8:
         return repeat_8(array, at)
-    return simd.splat(array[at])
+    return repeat_16(array, at)
 
 
 _LOG2_E = np.float32(1.4426950408889634)

@@ -34,7 +34,8 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def _emit(data: Any) -> None:
+def emit(data: Any) -> None:
+    """One JSON document on stdout."""
     sys.stdout.write(json.dumps(data, indent=2) + "\n")
 
 
@@ -48,10 +49,25 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _plan(source: str, recipe: str, format_name: str | None, group: str | None, tp: Sequence[int]) -> Plan:
+def load_plan(
+    source: str, recipe: str | None, format_name: str | None, group: str | None, tp: Sequence[int],
+    engine: str = "vllm", *, per_rank: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of a checkpoint and a recipe, or of a calibration run, which holds both."""
     from quantkit.quantize.planner import make_plan
     from quantkit.quantize.recipe import load_recipe, with_int4_group
+    from quantkit.quantize.run_source import is_run, open_run, plan_of_run
 
+    if is_run(Path(source)):
+        if recipe is not None or group is not None:
+            raise QuantkitError(
+                "a calibration run has its recipe", value=recipe or f"--group {group}", allowed="no -r and no --group"
+            )
+        run = open_run(Path(source))
+        with _no_collection():
+            return plan_of_run(run, format_name, engine, tp, per_rank=per_rank)
+    if recipe is None:
+        raise QuantkitError("a recipe is needed: -r", file=source, hint="`quantkit recipes` lists the shipped ones")
     loaded = load_recipe(recipe)
     if group is not None:
         loaded = with_int4_group(loaded, group)
@@ -75,17 +91,17 @@ def plan_command(
     from quantkit.quantize.capacity import plan_facts
 
     budget = parse_bytes(memory)
-    plan = _plan(source, recipe, format_name, group, tp)
+    plan = load_plan(source, recipe, format_name, group, tp)
     facts = plan_facts(plan, jobs, budget)
     if as_json:
-        _emit(facts)
+        emit(facts)
     else:
         show.plan(plan, facts)
 
 
 def export_command(
-    source: str, recipe: str, out: Path, format_name: str | None, group: str | None, tp: Sequence[int], jobs: int,
-    memory: str, as_json: bool, *, verify: bool,
+    source: str, recipe: str | None, out: Path, format_name: str | None, group: str | None, tp: Sequence[int],
+    jobs: int, memory: str, as_json: bool, *, verify: bool, engine: str = "vllm", per_rank: bool = False,
 ) -> None:  # fmt: skip
     """`quantkit export` and `quantkit quantize`."""
     from quantkit.kernels.cpu import FIRST_RUN
@@ -95,7 +111,7 @@ def export_command(
     from quantkit.quantize.run import is_finished, run
 
     budget = parse_bytes(memory)
-    plan = _plan(source, recipe, format_name, group, tp)
+    plan = load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank)
     if not is_finished(plan, out):
         check_target(out)
     show.plan_line(plan, plan_facts(plan, jobs, budget))
@@ -120,7 +136,7 @@ def export_command(
         show.report(report)
         failed = not report.passed
     if as_json:
-        _emit(result)
+        emit(result)
     if failed:
         sys.exit(1)
 
@@ -142,7 +158,7 @@ def verify_command(checkpoint: str, source: str | None, run: Path | None, jobs: 
         raise QuantkitError("no such folder", file=checkpoint)
     report = _verify(folder, open_checkpoint(source) if source else None, run, jobs)
     if as_json:
-        _emit(report.as_json())
+        emit(report.as_json())
     show.report(report)
     if not report.passed:
         sys.exit(1)
@@ -155,6 +171,6 @@ def inspect_command(checkpoint: str, as_json: bool) -> None:
     with _no_collection():
         facts = checkpoint_facts(open_checkpoint(checkpoint))
     if as_json:
-        _emit(facts)
+        emit(facts)
     else:
         show.inspection(facts)

@@ -65,12 +65,20 @@ def plan(
 
 @app.command()
 def export(
-    source: Source,
-    recipe: RecipeName,
+    source: Annotated[str, typer.Argument(metavar="SOURCE|RUN", help="Checkpoint, or folder of a calibration run.")],
     out: OutFolder,
+    recipe: Annotated[
+        str | None, typer.Option("-r", "--recipe", help="For a SOURCE: a shipped recipe or a .yaml file.")
+    ] = None,
     format: FormatName = None,
     group: GroupSize = None,
     tp: TpSizes = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Names of KV scales: vllm, sglang, trtllm, transformers. Of a RUN only.")
+    ] = "vllm",
+    kv_per_rank: Annotated[
+        bool, typer.Option("--kv-per-rank", help="SGLang's JSON has scales of each rank's heads.")
+    ] = False,
     jobs: Jobs = CORES,
     memory: Memory = "512MB",
     json: AsJson = False,
@@ -78,7 +86,10 @@ def export(
     """Write the checkpoint. Running the command again after an interruption goes on where it stopped."""
     from quantkit.quantize.cli.commands import export_command
 
-    export_command(source, recipe, out, format, group, tp or [], jobs, memory, json, verify=False)
+    export_command(
+        source, recipe, out, format, group, tp or [], jobs, memory, json,
+        verify=False, engine=engine, per_rank=kv_per_rank,
+    )  # fmt: skip
 
 
 @app.command()
@@ -98,6 +109,78 @@ def quantize(
     from quantkit.quantize.cli.commands import export_command
 
     export_command(source, recipe, out, format, group, tp or [], jobs, memory, json, verify=not no_verify)
+
+
+Text = Annotated[
+    str | None,
+    typer.Option("--text", help=".txt, .jsonl or .parquet file, or token ids (.npy, .safetensors, .json)."),
+]
+Dataset = Annotated[
+    str | None, typer.Option("--dataset", help="Data set as NAME[:CONFIG][:SPLIT], loaded by `datasets`.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...: where blocks are run.")]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
+]
+
+
+@app.command()
+def calibrate(
+    source: Source,
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="Run folder; an unfinished one goes on.")],
+    text: Text = None,
+    dataset: Dataset = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="The recipe's by default.")] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of a sample.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Chooses the samples.")] = None,
+    group: GroupSize = None,
+    memory: Annotated[str, typer.Option("--memory", help="For hidden states, and as much for Hessians.")] = "4GB",
+    device: Device = "cpu",
+    min_expert_tokens: Annotated[
+        int, typer.Option("--min-expert-tokens", min=0, help="Fail when a routed expert saw fewer.")
+    ] = 0,
+    trust_remote_code: RemoteCode = False,
+    json: AsJson = False,
+) -> None:
+    """Run text through the model block by block: GPTQ codes, KV-cache scales, and what the verifier needs.
+
+    Without --text and --dataset the text that comes with quantkit is used. An interrupted run goes on where it stopped.
+    """
+    from quantkit.quantize.cli.calibrate_commands import calibrate_command
+
+    calibrate_command(
+        source, recipe, out, group, text, dataset, samples, seq_len, seed, memory, device, min_expert_tokens, json,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder, or a Hub id.")],
+    source: Annotated[str, typer.Option("--source", help="The checkpoint it was made from.")],
+    text: Text = None,
+    dataset: Dataset = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Sequences, from the start of the text.")] = 40,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens of a sequence.")] = 512,
+    kv: Annotated[
+        bool, typer.Option("--kv", help="Keys and values pass through an FP8 cache with the stored scales.")
+    ] = False,
+    gate: Annotated[
+        list[str] | None, typer.Option("--gate", help="kl=0.05, perplexity_ratio=1.01, top1=0.95: exit 1 if missed.")
+    ] = None,
+    memory: Annotated[str, typer.Option("--memory", help="For hidden states, and for each block.")] = "4GB",
+    device: Device = "cpu",
+    trust_remote_code: RemoteCode = False,
+    json: AsJson = False,
+) -> None:
+    """Perplexity of both, mean KL(source || checkpoint) a token, and how often the most likely token agrees."""
+    from quantkit.quantize.cli.calibrate_commands import evaluate_command
+
+    evaluate_command(
+        checkpoint, source, text, dataset, samples, seq_len, gate or [], memory, device, json,
+        kv=kv, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
 
 
 @app.command()

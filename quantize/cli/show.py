@@ -121,6 +121,58 @@ def report(report: Any) -> None:
     console.print(f"{'verified' if report.passed else 'FAILED'}: {report.folder} in {report.seconds:.1f} s")
 
 
+def calibration(out: Path, facts: dict[str, Any]) -> None:
+    """What a calibration run found: coverage, the layers that lost most, the scales of the cache."""
+    console = _console()
+    text = facts["text"]
+    n, length = text["samples"]
+    console.print(f"{out}: {n} samples of {length} tokens from {text['origin']}, digest {text['digest'][:12]}")
+    layers = facts["layers"]
+    if layers:
+        better = [f["loss"] / f["loss_data_free"] for f in layers.values() if f["loss_data_free"]]
+        better.sort()
+        middle = better[len(better) // 2] if better else 1.0
+        console.print(
+            f"{len(layers)} layers calibrated; output error of the middle one {middle:.2f} of data-free rounding's"
+        )
+        counts = {c: sum(f["coverage"] == c for f in layers.values()) for c in ("low", "none")}
+        back = [n for n, f in layers.items() if f["fallback"]]
+        if any(counts.values()) or back:
+            console.print(
+                f"coverage: {counts['low']} low, {counts['none']} none; {len(back)} layers rounded without calibration"
+            )
+        table = _table("layers with the largest output error", "scheme", "loss", "data-free", "tokens", "damp", right=2)
+        worst = sorted(layers.items(), key=lambda f: -f[1]["loss"])[:5]
+        for name, f in worst:
+            numbers = (f"{f['loss']:.5f}", f"{f['loss_data_free']:.5f}", f"{f['tokens']:,}", f"{f['damp']:.2f}")
+            table.add_row(name, f["scheme"], *numbers)
+        console.print(table)
+    if facts["kv_scales"]:
+        scales = facts["kv_scales"].values()
+        ranges = [(min(s[p] for s in scales), max(s[p] for s in scales)) for p in "kv"]
+        clipped = max(max(s["clipped"].values()) for s in scales)
+        console.print(
+            f"KV cache: k_scale {ranges[0][0]:.4g} to {ranges[0][1]:.4g}, v_scale {ranges[1][0]:.4g} to "
+            f"{ranges[1][1]:.4g} in {len(scales)} layers; largest share clipped {clipped:.2g}"
+        )
+    console.print(f"done in {facts['seconds']:.1f} s, peak memory {facts['peak_memory_bytes'] / 1e9:.2f} GB")
+
+
+def evaluation(facts: dict[str, Any]) -> None:
+    """Scores of a checkpoint beside its source."""
+    console = _console()
+    console.print(f"{facts['checkpoint']}{' with an FP8 KV cache' if facts['kv'] else ''} on {facts['text']}")
+    table = _table("", "perplexity", "KL", "top-1", right=1)
+    table.add_row("source", f"{facts['perplexity_source']:.4f}", "0", "100 %")
+    numbers = (f"{facts['perplexity_candidate']:.4f}", f"{facts['kl']:.5f}", f"{100 * facts['top1']:.2f} %")
+    table.add_row("checkpoint", *numbers)
+    console.print(table)
+    for gate in facts["gates"]:
+        verdict = "ok  " if gate["passed"] else "FAIL"
+        console.print(f"{verdict} {gate['metric']} {gate['value']:.5g}, bound {gate['bound']:g}")
+    console.print(f"{facts['tokens']:,} tokens in {facts['seconds']:.1f} s")
+
+
 def inspection(facts: dict[str, Any]) -> None:
     """What a checkpoint is."""
     console = _console()

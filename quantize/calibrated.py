@@ -1,0 +1,98 @@
+"""Choose the codes of one step's layers from what was seen of their inputs; lay them out as the run folder holds them.
+
+Letters: O outputs (rows), I inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from quantkit.calibrate.block import Block
+from quantkit.calibrate.stats import Hessian
+from quantkit.calibrate.watch import Watch
+from quantkit.export import compressed_tensors
+from quantkit.export.formats import Part
+from quantkit.kernels.cpu.nvfp4 import nvfp4_global_divisor
+from quantkit.kernels.cpu.rows import RowParts
+from quantkit.kernels.packed import pack_zero_points
+from quantkit.kernels.scheme import QuantScheme
+from quantkit.quantize.methods import gptq
+from quantkit.quantize.plan import Plan, Step, Task
+from quantkit.quantize.recipe import CALIBRATED, Method
+from quantkit.quantize.run_folder import Stored
+from torch import Tensor
+
+
+def choose_codes(
+    step: Step, block: Block, watch: Watch, plan: Plan, methods: dict[str, Method], factors: dict[str, gptq.Factor]
+) -> tuple[dict[str, Stored], dict[str, Any], dict[str, Tensor]]:
+    """(tensors to store, facts by layer, unpacked weights by layer) of a step; the block is left as it is.
+
+    factors  of the block's Hessians so far, by the first module of a set: siblings share one
+    """
+    tasks = [t for t in step.tasks if t.fate == "quantize" and t.method in CALIBRATED and t.scheme is not None]
+    weights = {t.name: block.weight(t.name) for t in tasks}
+    amax = max(float(w.abs().max()) for w in weights.values())
+    stored: dict[str, Stored] = {}
+    facts: dict[str, Any] = {}
+    unpacked: dict[str, Tensor] = {}
+    for task in tasks:
+        assert task.scheme is not None
+        w_OI = weights[task.name]
+        options = _options(methods[task.name])
+        hessian, first = watch.hessian(task.name, w_OI.shape[1])
+        if first not in factors:
+            factors[first] = gptq.factorise(hessian.h_II, options)
+        found = gptq.quantize(w_OI, factors[first], task.scheme, half=plan.half, amax=amax, options=options)
+        unpacked[task.name] = found.w_hat_OI
+        stored |= layer_tensors(task.name, task.scheme, tuple(w_OI.shape), found.parts, amax, half=plan.half)
+        facts[task.name] = _facts(task, hessian, found)
+    return stored, facts, unpacked
+
+
+def _options(method: Method) -> gptq.GptqOptions:
+    return gptq.GptqOptions(damp=method.damp, act_order=method.act_order == "static")
+
+
+def _facts(task: Task, hessian: Hessian, found: gptq.Quantized) -> dict[str, Any]:
+    """What the run folder says of one layer. Losses are relative to tr(W H W^T)."""
+    norm = found.norm or 1.0
+    return {
+        "scheme": task.scheme.name if task.scheme else "",
+        "role": task.role,
+        "method": task.method if found.fallback is None else "search",
+        "tokens": hessian.tokens,
+        "dropped_tokens": hessian.dropped,
+        "coverage": hessian.coverage,
+        "loss": found.loss / norm,
+        "loss_data_free": found.loss_plain / norm,
+        "damp": found.damp,
+        "fallback": found.fallback,
+        "rows_data_free": found.kept_rows,
+        "saturated": found.saturated,
+        "dead_inputs": found.dead,
+    }
+
+
+def layer_tensors(
+    module: str, scheme: QuantScheme, shape: tuple[int, ...], parts: RowParts, amax: float, *, half: bool
+) -> dict[str, Stored]:
+    """The tensors of one layer under compressed-tensors names, from codes and scales as the kernels lay them out."""
+    rows, inputs = shape
+    made = compressed_tensors.parts(scheme, rows, inputs, half=half, input_scale=False)
+    return {f"{module}.{p.name}": (p.dtype, p.shape, _content(p, shape, parts, amax)) for p in made}
+
+
+def _content(part: Part, shape: tuple[int, ...], parts: RowParts, amax: float) -> np.ndarray[Any, Any]:
+    if part.kind == "codes":
+        return parts.codes
+    if part.kind == "scale":
+        return parts.scale
+    if part.kind == "zero":
+        assert parts.zero is not None
+        return pack_zero_points(parts.zero)
+    if part.kind == "divisor":
+        return np.array([nvfp4_global_divisor(amax)], np.float32)
+    assert part.kind == "shape", part.kind
+    return np.array(shape, np.int64)

@@ -1,0 +1,193 @@
+"""A calibration run, block by block: load, watch, choose codes, run again with what will be served, free.
+
+One pass over a block shows every linear layer's inputs, from which a method chooses codes; the unpacked result takes
+the weight's place, and a second pass gives the states that enter the next block, so each block sees what the served
+model will give it. Keys and values are measured in that second pass. A block's results are on the disk before the next
+one begins.
+
+Letters: T tokens, I inputs, O outputs, N samples, L tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from quantkit.calibrate.activations import Activations, State
+from quantkit.calibrate.block import Block
+from quantkit.calibrate.blocks import BlockModel, open_model
+from quantkit.calibrate.kv import KVStats, rope_of
+from quantkit.calibrate.watch import Watch
+from quantkit.export.checkpoint import Reader
+from quantkit.kernels.errors import QuantkitError, join_errors
+from quantkit.quantize.calibrated import choose_codes
+from quantkit.quantize.decoded import DecodedWeights
+from quantkit.quantize.methods.gptq import Factor
+from quantkit.quantize.plan import Plan, Step
+from quantkit.quantize.recipe import CALIBRATED, Method
+from quantkit.quantize.run_folder import RunFolder, Stored, write_tensors
+
+BATCH_TOKENS = 4096  # of samples that are run together
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What of a run does not change its result.
+
+    memory  bytes for hidden states, and as many for Hessians; more goes to files, or is gathered in several passes
+    """
+
+    memory: int
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+
+def wanted_steps(plan: Plan) -> list[Step]:
+    """The steps of a plan whose codes a calibration run chooses: sets of layers that share a scale stay together."""
+    return [s for s in plan.steps if any(t.fate == "quantize" and t.method in CALIBRATED for t in s.tasks)]
+
+
+def calibrate(
+    plan: Plan, ids_NL: NDArray[np.int32], folder: RunFolder, settings: Settings,
+    advance: Callable[[int, int], None] = lambda block, tokens: None,
+) -> None:  # fmt: skip
+    """Run every block that the folder has not finished; `advance` is called with each (block, tokens run)."""
+    with Reader() as reader, ExitStack() as stack:
+        weights = DecodedWeights(plan.source, reader)
+        model = open_model(
+            plan.source.folder, weights, device=settings.device, trust_remote_code=settings.trust_remote_code,
+            scratch=folder.folder,
+        )  # fmt: skip
+        steps = steps_of_blocks(plan, model)
+        states = stack.enter_context(_states(model, ids_NL, folder, settings))
+        for index in range(len(folder.done), model.num_blocks):
+            with model.block(index, memory=settings.memory) as block:
+                facts = _run_block(block, steps[index], states, plan, folder, settings, advance)
+            states.save(folder.activations(index))
+            folder.finished(index, facts)
+
+
+def steps_of_blocks(plan: Plan, model: BlockModel) -> list[list[Step]]:
+    """The wanted steps of each block; raises QuantkitError for layers that a forward pass never reaches."""
+    found: list[list[Step]] = [[] for _ in range(model.num_blocks)]
+    strange = []
+    for step in wanted_steps(plan):
+        layer = plan.placed[step.tasks[0].weight.name].layer
+        if layer is None or layer >= model.num_blocks or len(step.tasks[0].weight.shape) != 2:
+            strange.append(_unreachable(step.tasks[0].name))
+        else:
+            found[layer].append(step)
+    if strange:
+        raise join_errors("the recipe cannot be carried out", strange)
+    return found
+
+
+def _unreachable(name: str) -> QuantkitError:
+    return QuantkitError(
+        "a layer that a forward pass does not reach cannot be calibrated",
+        tensor=name,
+        hint="give it a data-free method, or keep it",
+    )
+
+
+@contextmanager
+def _states(
+    model: BlockModel, ids_NL: NDArray[np.int32], folder: RunFolder, settings: Settings
+) -> Iterator[Activations]:
+    """The states that enter the first block that is left to do."""
+    finished = len(folder.done)
+    if finished:
+        states = Activations.load(folder.activations(finished - 1), memory=settings.memory, folder=folder.folder)
+    else:
+        states = Activations(memory=settings.memory, folder=folder.folder)
+        batch = max(1, BATCH_TOKENS // ids_NL.shape[1])
+        with model.embeddings():
+            for first in range(0, len(ids_NL), batch):
+                states.append(model.start(torch.from_numpy(ids_NL[first : first + batch]).long()))
+    with states:
+        yield states
+
+
+def _run_block(
+    block: Block, steps: Sequence[Step], states: Activations, plan: Plan, folder: RunFolder, settings: Settings,
+    advance: Callable[[int, int], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Choose the codes of a block's layers, then take every state through the block as it will be served."""
+    layers: dict[str, Any] = {}
+    stored: dict[str, Stored] = {}
+    unpacked: dict[str, torch.Tensor] = {}
+    methods = methods_by_layer(plan, steps)
+    for sets in _waves(block, steps, settings.memory):
+        watch = Watch(sets, device=settings.device)
+        for _, state in block.run_all(states, observe=watch):
+            advance(block.index, _tokens(state))
+        seen = {name for names in sets for name in names}
+        factors: dict[str, Factor] = {}
+        for step in steps:
+            if step.tasks[0].name in seen:
+                tensors, facts, weights = choose_codes(step, block, watch, plan, methods, factors)
+                stored |= tensors
+                layers |= facts
+                unpacked |= weights
+    for name, w_OI in unpacked.items():  # after all waves: how many there were must not show in the codes
+        block.replace(name, w_OI)
+    if stored:
+        write_tensors(folder.block_file(block.index), stored)
+    wanted = plan.recipe.kv_cache is not None
+    text = plan.source.config.get("text_config") or plan.source.config
+    stats = KVStats(rope_of(text), text.get("kv_lora_rank")) if wanted else None
+    length = int(states[0].hidden.shape[1])
+    watch = Watch(kv=stats, sampled=[t.name for s in steps for t in s.tasks], length=length)
+    for i, state in block.run_all(states, observe=watch):
+        states[i] = state
+        advance(block.index, _tokens(state))
+    samples = {f"inputs.{n}": x for n, x in watch.samples.items()} | (stats.samples() if stats else {})
+    if samples:
+        write_tensors(folder.samples_file(block.index), {n: bfloat16(x) for n, x in samples.items()})
+    return {
+        "layers": dict(sorted(layers.items())),
+        "kv": [layer.to_json() for layer in stats.finish()] if stats else [],
+    }
+
+
+def methods_by_layer(plan: Plan, steps: Sequence[Step]) -> dict[str, Method]:
+    """The method and its options of every layer of the steps: those of the first rule that matches it."""
+    found = {}
+    for task in (t for s in steps for t in s.tasks):
+        role = plan.placed[task.weight.name].role
+        rule = next(r for r in plan.recipe.weights if r.match.hits(task.weight.name, role))
+        if rule.method is not None:
+            found[task.name] = rule.method
+    return found
+
+
+def bfloat16(x: torch.Tensor) -> Stored:
+    """A bfloat16 tensor as the run folder stores it."""
+    return "BF16", tuple(x.shape), x.contiguous().view(torch.uint16).numpy()
+
+
+def _tokens(state: State) -> int:
+    return int(state.hidden.shape[0] * state.hidden.shape[1])
+
+
+def _waves(block: Block, steps: Sequence[Step], memory: int) -> Iterator[list[tuple[str, ...]]]:
+    """Sets of layers with one input each, so many at a time that their Hessians fit into the memory."""
+    wanted = {t.name for s in steps for t in s.tasks}
+    wave: list[tuple[str, ...]] = []
+    used = 0
+    for names in block.linears():
+        if not wanted & set(names):
+            continue
+        size = 4 * block.shape(names[0])[1] ** 2
+        if wave and used + size > memory:
+            yield wave
+            wave, used = [], 0
+        wave.append(names)
+        used += size
+    if wave:
+        yield wave

@@ -1,0 +1,140 @@
+"""A calibration run from start to end: its identity, its blocks, and the result that `export` reads.
+
+The result is `calibration.json` (scales, ranges, coverage, what the text was) and `calibration.safetensors` (samples
+for the verifier); with its weights it is all that an export needs beside the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibrate.kv_records import LayerKV
+from quantkit.calibrate.kv_scales import KVScale, choose_scales
+from quantkit.calibrate.tokens import Samples
+from quantkit.export.checkpoint import Reader, read_tensors
+from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.calibration import Settings, calibrate, wanted_steps
+from quantkit.quantize.plan import Plan
+from quantkit.quantize.recorded import FILE
+from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, RunFolder, write_json, write_tensors
+
+VERSION = 1  # raised when the same run would give other bytes
+
+
+def identity(plan: Plan, samples: Samples) -> dict[str, Any]:
+    """What decides the result of a run; `source` alone may change (a folder that was moved)."""
+    n, length = samples.ids_NL.shape
+    return {
+        "source": str(plan.source.folder.resolve()),
+        "version": VERSION,
+        "recipe": json.loads(plan.recipe.model_dump_json(by_alias=True, exclude_none=True)),
+        "source tensors": plan.identity()["source tensors"],
+        "source config": plan.identity()["source config"],
+        "text": {"origin": samples.origin, "digest": samples.digest, "seed": samples.seed},
+        "samples": [n, length],
+    }
+
+
+def calibrate_into(
+    out: Path, plan: Plan, samples: Samples, settings: Settings, *, min_expert_tokens: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run, or go on with a run that was interrupted; returns the content of calibration.json.
+
+    min_expert_tokens  a gate: fail when a calibrated routed expert saw fewer tokens
+
+    Raises QuantkitError for a folder of another run, a recipe that needs no calibration, and a gate that is missed.
+    """
+    if not plan.recipe.needs_calibration:
+        raise QuantkitError(
+            "the recipe needs no calibration", file=plan.recipe.name,
+            hint="`quantkit export` carries it out; a rule with `method: gptq`, or `kv_cache`, needs one",
+        )  # fmt: skip
+    with RunFolder(out, identity(plan, samples)) as folder:
+        if not (out / RESULT).is_file():
+            calibrate(plan, samples.ids_NL, folder, settings, lambda block, tokens: advance(tokens))
+            _finish(plan, samples, folder)
+    result: dict[str, Any] = json.loads((out / RESULT).read_text(encoding="utf-8"))
+    _gate(result["layers"], min_expert_tokens, out)
+    return result
+
+
+def _finish(plan: Plan, samples: Samples, folder: RunFolder) -> None:
+    """Gather what the blocks have left; the result comes last, and what it replaces is removed after it."""
+    blocks = [folder.done[i] for i in sorted(folder.done)]
+    layers = {name: facts for block in blocks for name, facts in block["layers"].items()}
+    wanted = {t.name for s in wanted_steps(plan) for t in s.tasks if t.fate == "quantize"}
+    if wanted != set(layers):
+        missing = sorted(wanted - set(layers))
+        raise QuantkitError(
+            "layers of the plan were not calibrated", file=folder.folder, value=f"{len(layers)} layers",
+            allowed=len(wanted), tensor=missing[0] if missing else None,
+        )  # fmt: skip
+    kv = [LayerKV.from_json(layer) for block in blocks for layer in block["kv"]]
+    scales = _scales(plan, kv, samples)
+    _gather_samples(folder)
+    write_json(
+        folder.folder / RESULT,
+        {
+            "quantkit": version("quantkit"),
+            "text": {"origin": samples.origin, "digest": samples.digest, "seed": samples.seed,
+                     "samples": list(samples.ids_NL.shape)},
+            "kv_scales": {str(n): _scale_json(s) for n, s in scales.items()},
+            "kv": [layer.to_json() for layer in kv],
+            "layers": layers,
+            "weights": _digests(folder),
+        },
+    )  # fmt: skip
+    for name in (ACTIVATIONS, SAMPLES):
+        shutil.rmtree(folder.folder / name, ignore_errors=True)
+
+
+def _scales(plan: Plan, kv: list[LayerKV], samples: Samples) -> dict[int, KVScale]:
+    cache = plan.recipe.kv_cache
+    if cache is None:
+        return {}
+    return choose_scales(kv, cache.rule, cache.headroom, per_head=cache.rule == "amax")
+
+
+def _scale_json(scale: KVScale) -> dict[str, Any]:
+    shares = {"k": scale.k_shares, "v": scale.v_shares}
+    return {
+        "k": scale.k,
+        "v": scale.v,
+        "head_k": list(scale.head_k),
+        "head_v": list(scale.head_v),
+        "underflow": {n: s.underflow for n, s in shares.items()},
+        "clipped": {n: s.clipped for n, s in shares.items()},
+    }
+
+
+def _gather_samples(folder: RunFolder) -> None:
+    files = sorted((folder.folder / SAMPLES).glob("*.safetensors"))
+    found = read_tensors(files)
+    with Reader() as reader:
+        write_tensors(folder.folder / FILE, {n: (t.dtype, t.shape, reader.read(t)) for n, t in found.items()})
+
+
+def _digests(folder: RunFolder) -> dict[str, str]:
+    """SHA-256 of every file of weights."""
+    found = {}
+    for file in sorted((folder.folder / "weights").glob("block-*.safetensors")):
+        with file.open("rb") as f:
+            found[file.name] = hashlib.file_digest(f, "sha256").hexdigest()
+    return found
+
+
+def _gate(layers: Mapping[str, Any], least: int, out: Path) -> None:
+    short = {n: f["tokens"] for n, f in layers.items() if f["role"] == "routed_experts" and f["tokens"] < least}
+    if short:
+        name = min(short, key=lambda n: short[n])
+        raise QuantkitError(
+            f"{len(short)} routed experts saw too few tokens", file=out / RESULT, tensor=name, value=short[name],
+            allowed=f">= {least} (--min-expert-tokens)", hint="give more text: the run is kept, and shows which",
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""What `quantkit calibrate` and `quantkit evaluate` do: read the arguments, call the library, show the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.export.checkpoint import open_checkpoint
+from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.cli import show
+from quantkit.quantize.cli.commands import emit, load_plan, parse_bytes
+
+METRICS = ("kl", "perplexity_ratio", "top1")
+
+
+def text_source(text: str | None, dataset: str | None) -> str | None:
+    """The one source of text of a command line; None is the text that ships with the package."""
+    if text is not None and dataset is not None:
+        raise QuantkitError("two sources of text", value=f"--text {text} --dataset {dataset}", allowed="one of them")
+    if text is not None and not Path(text).exists():
+        raise QuantkitError("no such file", file=text, hint="--dataset is for names of data sets")
+    return text if text is not None else dataset
+
+
+def calibrate_command(
+    source: str, recipe: str, out: Path, group: str | None, text: str | None, dataset: str | None, samples: int | None,
+    seq_len: int | None, seed: int | None, memory: str, device: str, min_expert_tokens: int, as_json: bool,
+    *, trust_remote_code: bool,
+) -> None:  # fmt: skip
+    """`quantkit calibrate`."""
+    from quantkit.calibrate.tokens import read_samples
+    from quantkit.quantize.calibration import Settings
+    from quantkit.quantize.calibration_run import calibrate_into
+    from quantkit.quantize.progress import progress
+
+    budget = parse_bytes(memory)
+    plan = load_plan(source, recipe, None, group, ())
+    wanted = plan.recipe.calibration
+    read = read_samples(
+        text_source(text, dataset), plan.source.folder, samples=samples or wanted.samples,
+        seq_len=seq_len or wanted.seq_len, seed=wanted.seed if seed is None else seed,
+        vocab=vocabulary(plan.source.config), trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    settings = Settings(budget, device, trust_remote_code)
+    begun = time.monotonic()
+    try:
+        layers = int((plan.source.config.get("text_config") or plan.source.config)["num_hidden_layers"])
+        passes = 2 if any(r.method is not None and r.method.calibrated for r in plan.recipe.weights) else 1
+        with progress("calibrate", int(read.ids_NL.size) * layers * passes, unit="tokens") as advance:
+            result = calibrate_into(out, plan, read, settings, min_expert_tokens=min_expert_tokens, advance=advance)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: run the same command again to go on\n")
+        sys.exit(130)
+    facts = {**result, "seconds": time.monotonic() - begun, "peak_memory_bytes": peak_memory()}
+    show.calibration(out, facts)
+    if as_json:
+        emit(facts)
+
+
+def evaluate_command(
+    checkpoint: str, source: str, text: str | None, dataset: str | None, samples: int, seq_len: int,
+    gates: Sequence[str], memory: str, device: str, as_json: bool, *, kv: bool, trust_remote_code: bool,
+) -> None:  # fmt: skip
+    """`quantkit evaluate`: exit status 1 when a gate is missed."""
+    from quantkit.calibrate.tokens import read_samples
+    from quantkit.quantize.evaluation import compare_checkpoints
+    from quantkit.quantize.progress import progress
+
+    limits = parse_gates(gates)
+    budget = parse_bytes(memory)
+    original, candidate = open_checkpoint(source), open_checkpoint(checkpoint)
+    read = read_samples(
+        text_source(text, dataset), original.folder, samples=samples, seq_len=seq_len, seed=0,
+        vocab=vocabulary(original.config), order="first", trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    begun = time.monotonic()
+    with progress("evaluate", 0, unit="blocks") as advance:
+        scores = compare_checkpoints(
+            candidate, original, read, kv=kv, memory=budget, device=device, trust_remote_code=trust_remote_code,
+            progress=advance.at,
+        )  # fmt: skip
+    ratio = scores.perplexity_candidate / scores.perplexity_source
+    values = {"kl": scores.kl, "perplexity_ratio": ratio, "top1": scores.top1}
+    facts: dict[str, Any] = {
+        "checkpoint": checkpoint, "source": source, "text": read.origin, "text_digest": read.digest, "kv": kv,
+        **dataclasses.asdict(scores), "perplexity_source": scores.perplexity_source,
+        "perplexity_candidate": scores.perplexity_candidate, **values,
+        "gates": [
+            {"metric": m, "value": values[m], "bound": b, "passed": passed(m, values[m], b)} for m, b in limits.items()
+        ],
+        "seconds": time.monotonic() - begun, "peak_memory_bytes": peak_memory(),
+    }  # fmt: skip
+    show.evaluation(facts)
+    if as_json:
+        emit(facts)
+    if not all(g["passed"] for g in facts["gates"]):
+        sys.exit(1)
+
+
+def vocabulary(config: dict[str, Any]) -> int:
+    """Number of token ids of a model."""
+    size = (config.get("text_config") or config).get("vocab_size")
+    if not isinstance(size, int):
+        raise QuantkitError("config.json does not say how many tokens there are", value=size, allowed="vocab_size")
+    return size
+
+
+def parse_gates(gates: Sequence[str]) -> dict[str, float]:
+    """`kl=0.05` and so on: at most for kl and perplexity_ratio, at least for top1."""
+    found = {}
+    for gate in gates:
+        metric, _, bound = gate.partition("=")
+        try:
+            found[metric] = float(bound)
+        except ValueError:
+            metric = ""
+        if metric not in METRICS:
+            raise QuantkitError("not a gate", value=gate, allowed=", ".join(f"{m}=NUMBER" for m in METRICS))
+    return found
+
+
+def passed(metric: str, value: float, bound: float) -> bool:
+    """Whether a metric keeps its gate; NaN never does."""
+    return value >= bound if metric == "top1" else value <= bound
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

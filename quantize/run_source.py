@@ -1,0 +1,117 @@
+"""A finished calibration run, opened for `export`: its recipe, and its source with the run laid over it.
+
+Layers come from the run's weights as they are. The scales of the KV cache are numbers until here: which tensors they
+become depends on the engine and the format, and so does whether an FP8 cache may be switched on at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from quantkit.export.checkpoint import Checkpoint, open_checkpoint, read_json
+from quantkit.export.kv_json import file_name, scales_json
+from quantkit.export.kv_scales import attention_kind, kv_rules, scale_tensors
+from quantkit.export.sources.detect import weights_of
+from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.overlay import overlaid
+from quantkit.quantize.plan import Plan
+from quantkit.quantize.planner import make_plan
+from quantkit.quantize.recipe import Recipe
+from quantkit.quantize.roles import roles_of
+from quantkit.quantize.run_folder import RESULT, RUN, write_tensors
+
+KV = "kv"
+TP = (1, 2, 4, 8, 16)  # sizes that get a JSON of scales unless others are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`source` is the published checkpoint; `result` is calibration.json."""
+
+    folder: Path
+    recipe: Recipe
+    source: Checkpoint
+    result: dict[str, Any]
+
+    @property
+    def scales(self) -> dict[int, tuple[float, float]]:
+        """(k_scale, v_scale) of each layer."""
+        return {int(n): (s["k"], s["v"]) for n, s in self.result["kv_scales"].items()}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The language model's part of config.json."""
+        text: Mapping[str, Any] = self.source.config.get("text_config") or self.source.config
+        return text
+
+
+def is_run(folder: Path) -> bool:
+    """True for the folder of a calibration run, finished or not."""
+    return (folder / RUN).is_file()
+
+
+def open_run(folder: Path) -> Run:
+    """Open a run; raises QuantkitError when it is unfinished, or its source is gone."""
+    made = read_json(folder / RUN)
+    if not (folder / RESULT).is_file():
+        raise QuantkitError(
+            "the calibration run is not finished",
+            file=folder,
+            hint="run the same `quantkit calibrate` again: it goes on",
+        )
+    if not Path(made["source"]).is_dir():
+        raise QuantkitError("the source of the run is gone", file=made["source"], hint=f"named in {folder / RUN}")
+    recipe = Recipe.model_validate(made["recipe"])
+    return Run(folder, recipe, open_checkpoint(made["source"]), read_json(folder / RESULT))
+
+
+def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int], *, per_rank: bool = False) -> Plan:
+    """The plan that writes a run as a checkpoint for an engine; what an engine cannot apply is said on stderr.
+
+    per_rank  SGLang's JSON has a scale for the heads of each rank, rather than one for all ranks
+    """
+    form = format_name or run.recipe.output.format
+    if not run.scales:
+        return make_plan(run.recipe, overlaid(run.source, run.folder), format_name=form, tp=tp)
+    rules = kv_rules(engine, form, run.config)
+    if rules.reason:
+        sys.stderr.write(f"KV cache: {rules.reason}\n")
+    tensors = scale_tensors(rules, attention_modules(run.source, run.scales), run.scales)
+    file = None
+    if tensors:
+        file = run.folder / KV / f"{engine}-{form}.safetensors"
+        file.parent.mkdir(exist_ok=True)
+        write_tensors(file, {n: ("F32", (1,), np.asarray(x, np.float32)) for n, x in tensors.items()})
+    source = overlaid(run.source, run.folder, kv=file, fp8_kv=rules.fp8)
+    plan = make_plan(run.recipe, source, format_name=form, tp=tp)
+    return replace(plan, files={**plan.files, **_json_files(run, tuple(tp) or TP, per_rank=per_rank)})
+
+
+def attention_modules(source: Checkpoint, layers: Mapping[int, Any]) -> dict[int, str]:
+    """The attention module of each layer, as the checkpoint names it."""
+    placed, _ = roles_of({n: w.shape for n, w in weights_of(source).items()}, source.config)
+    found: dict[int, str] = {}
+    for name, place in placed.items():
+        if place.layer is not None and place.layer in layers and place.role.startswith("attention.") and place.linear:
+            found.setdefault(place.layer, name.rsplit(".", 2)[0])
+    return found
+
+
+def _json_files(run: Run, sizes: Sequence[int], *, per_rank: bool) -> dict[str, Any]:
+    """SGLang's JSON for each size that cuts the KV heads; none for latent attention, whose classes do not read it."""
+    if attention_kind(run.config) != "heads":
+        return {}
+    heads = {int(n): (s["head_k"], s["head_v"]) for n, s in run.result["kv_scales"].items()} if per_rank else None
+    found = {}
+    for tp in sizes:
+        count = int(run.config.get("num_key_value_heads") or run.config["num_attention_heads"])
+        if count % tp and tp % count:
+            continue
+        kind, layers = str(run.config["model_type"]), int(run.config["num_hidden_layers"])
+        found[file_name(tp)] = scales_json(kind, layers, run.scales, tp, per_rank=heads)
+    return found
