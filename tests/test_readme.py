@@ -28,7 +28,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_readme_shows_every_command() -> None:
     assert len(COMMANDS) >= 6
-    assert {c.split()[1] for c in COMMANDS} == {"plan", "quantize", "verify", "inspect", "recipes", "export"}
+    shown = {"plan", "quantize", "verify", "inspect", "recipes", "export", "calibrate", "evaluate", "bench"}
+    assert {c.split()[1] for c in COMMANDS} == shown
 
 
 def test_commands_of_the_readme_run_in_their_order(room: Path) -> None:
@@ -74,7 +75,7 @@ def test_the_file_tree_is_the_tree() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for path in listed:
         if (
-            path.startswith(("kernels/", "export/", "quantize/"))
+            path.startswith(("kernels/", "calibrate/", "export/", "quantize/"))
             and path.endswith(".py")
             and not path.endswith("__init__.py")
         ):

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ from quantkit.quantize.cli import show
 from quantkit.quantize.cli.commands import emit, load_plan, parse_bytes
 
 METRICS = ("kl", "perplexity_ratio", "top1")
+
+
+def check_installed() -> None:
+    """Raise QuantkitError when what runs a model is not installed."""
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise QuantkitError(
+            "running a model needs more than quantising it", value=f"not installed: {', '.join(missing)}",
+            hint="pip install 'quantkit[calibrate]'",
+        )  # fmt: skip
 
 
 def text_source(text: str | None, dataset: str | None) -> str | None:
@@ -33,6 +44,7 @@ def calibrate_command(
     *, trust_remote_code: bool,
 ) -> None:  # fmt: skip
     """`quantkit calibrate`."""
+    check_installed()
     from quantkit.calibrate.tokens import read_samples
     from quantkit.quantize.calibration import Settings
     from quantkit.quantize.calibration_run import calibrate_into
@@ -67,6 +79,7 @@ def evaluate_command(
     gates: Sequence[str], memory: str, device: str, as_json: bool, *, kv: bool, trust_remote_code: bool,
 ) -> None:  # fmt: skip
     """`quantkit evaluate`: exit status 1 when a gate is missed."""
+    check_installed()
     from quantkit.calibrate.tokens import read_samples
     from quantkit.quantize.evaluation import compare_checkpoints
     from quantkit.quantize.progress import progress
