@@ -35,9 +35,10 @@ Format = Literal["bf16", "e4m3"]
 
 PAGE = 16
 # Relative error of attention outputs that is always good enough: a mean square of 1.5e-3. Where attention is sharp FP8
-# has more, whatever the scale; then the stored scales may cost a little more than those of the recorded rows.
+# has more, whatever the scale, and chance alone makes two good scales differ by half: there the stored ones may cost
+# up to twice what scales cost that were measured on the recorded rows.
 BOUND = math.sqrt(1.5e-3)
-HEADROOM, SLACK = 1.25, 1.25
+HEADROOM, SLACK = 1.25, 2.0
 
 
 @dataclass(frozen=True, slots=True)
