@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import torch
 from quantkit.calibrate.kv import KVStats
 from quantkit.calibrate.stats import Hessian, HessianSum, blend
 from torch import Tensor
@@ -52,14 +53,14 @@ class Watch:
     def kv(self, layer: int, q_TQD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         """Keys and values as an engine caches them."""
         if self.kv_stats is not None:
-            texts = [x.split(self._length or len(x)) for x in (k_THD, v_THD, q_TQD)]
+            texts = [torch.split(x, self._length or len(x)) for x in (k_THD, v_THD, q_TQD)]
             for k, v, q in zip(*texts, strict=True):
                 self.kv_stats.update(layer, k, v, q)
 
     def latent(self, layer: int, row_TC: Tensor) -> None:
         """Rows of an MLA cache."""
         if self.kv_stats is not None:
-            for rows in row_TC.split(self._length or len(row_TC)):
+            for rows in torch.split(row_TC, self._length or len(row_TC)):
                 self.kv_stats.latent(layer, rows)
 
     def hessian(self, module: str, inputs: int) -> tuple[Hessian, str]:
