@@ -41,6 +41,15 @@ def identity(plan: Plan, samples: Samples) -> dict[str, Any]:
     }
 
 
+def check_recipe(plan: Plan) -> None:
+    """Raise QuantkitError for a recipe that asks for nothing a calibration run could give."""
+    if not plan.recipe.needs_calibration:
+        raise QuantkitError(
+            "the recipe needs no calibration", file=plan.recipe.name,
+            hint="`quantkit export` carries it out; a rule with `method: gptq`, or `kv_cache`, needs one",
+        )  # fmt: skip
+
+
 def calibrate_into(
     out: Path, plan: Plan, samples: Samples, settings: Settings, *, min_expert_tokens: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
@@ -51,11 +60,7 @@ def calibrate_into(
 
     Raises QuantkitError for a folder of another run, a recipe that needs no calibration, and a gate that is missed.
     """
-    if not plan.recipe.needs_calibration:
-        raise QuantkitError(
-            "the recipe needs no calibration", file=plan.recipe.name,
-            hint="`quantkit export` carries it out; a rule with `method: gptq`, or `kv_cache`, needs one",
-        )  # fmt: skip
+    check_recipe(plan)
     with RunFolder(out, identity(plan, samples)) as folder:
         if not (out / RESULT).is_file():
             calibrate(plan, samples.ids_NL, folder, settings, lambda block, tokens: advance(tokens))

