@@ -93,7 +93,7 @@ def _target(name: str, shape: tuple[int, ...], found: dict[Any, list[str]], weig
         (own,) = found.values()
         if len(own) > 1:
             raise QuantkitError("two tensors for one parameter", tensor=own[0], value=own[1], allowed=name)
-        transposed = flip and len(shape) == 3 and weights.quantised(own[0])
+        transposed = flip and len(shape) == 3 and weights.quantized(own[0])
         have = weights.shape(own[0])
         if have != (shape if not transposed else (shape[0], shape[2], shape[1])):
             raise QuantkitError(

@@ -25,7 +25,7 @@ class Weights(Protocol):
         """The logical shape, from the headers alone."""
         ...
 
-    def quantised(self, name: str) -> bool:
+    def quantized(self, name: str) -> bool:
         """Whether the bytes are codes.
 
         Codes of fused experts are [E, O, I]. Plain fused experts have the layout of their family, which for gpt-oss and

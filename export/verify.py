@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json
+from quantkit.export.kv_json import check_file
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import scale_values
 
@@ -206,3 +207,20 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
         return None
     data = read_json(path)
     return data if isinstance(data, dict) else None
+
+
+def check_kv_json(folder: Path, config: Mapping[str, Any]) -> list[Check]:
+    """SGLang's files of KV scales, as strictly as SGLang reads them: it runs at 1.0 when one rule is broken."""
+    files = {
+        int(m[1]): p for p in folder.glob("*.json") if (m := re.fullmatch(r"kv_cache_scales\.tp(\d+)\.json", p.name))
+    }
+    if not files:
+        return []
+    text = config.get("text_config") or config
+    layers, kind = int(text.get("num_hidden_layers", 0)), str(text.get("model_type"))
+    failures = [
+        f"{path.name}: {reason}"
+        for tp, path in sorted(files.items())
+        for reason in check_file(path, tp=tp, num_layers=layers, model_type=kind)
+    ]
+    return [Check("SGLang takes the JSON of KV scales", f"{len(files)} files", tuple(failures))]

@@ -48,7 +48,7 @@ class DecodedWeights:
         """Logical shape."""
         return self._weights[name].shape
 
-    def quantised(self, name: str) -> bool:
+    def quantized(self, name: str) -> bool:
         """Whether the bytes are codes."""
         return self._weights[name].encoding != "plain"
 

@@ -22,7 +22,15 @@ from typing import Any
 from quantkit.export.checkpoint import Checkpoint, Reader, has_fp8_kv, open_folder
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight, weights_of
-from quantkit.export.verify import Check, check_config, check_files, check_fused, check_scales, manifest_of
+from quantkit.export.verify import (
+    Check,
+    check_config,
+    check_files,
+    check_fused,
+    check_kv_json,
+    check_scales,
+    manifest_of,
+)
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.measure import relative_error, sqnr_db
 from quantkit.quantize.compare import Compared, compare
@@ -140,6 +148,7 @@ def verify_checkpoint(
         if source is not None:
             more, layers = _against_source(weights, source, run, manifest, recorded, reader, jobs, advance)
             checks += more
+        checks += check_kv_json(folder, checkpoint.config)
         scales = stored_scales(weights, placed, reader)
         fp8_cache = has_fp8_kv(checkpoint.config) or bool(scales)
         kv = kv_runs(recorded, scales, checkpoint.config, reader) if fp8_cache else []

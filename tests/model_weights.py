@@ -32,7 +32,7 @@ class InMemory:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def quantised(self, name: str) -> bool:
+    def quantized(self, name: str) -> bool:
         return name in self.codes
 
     def read(self, name: str) -> torch.Tensor:
@@ -58,7 +58,7 @@ class OnDisk:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
-    def quantised(self, name: str) -> bool:
+    def quantized(self, name: str) -> bool:
         return False
 
     def read(self, name: str) -> torch.Tensor:

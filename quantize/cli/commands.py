@@ -19,7 +19,7 @@ from quantkit.quantize.cli import show
 from quantkit.quantize.plan import Plan
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-SMALLEST_MEMORY = 32 << 20
+SMALLEST_MEMORY = 32_000_000
 
 
 def parse_bytes(text: str) -> int:

@@ -152,3 +152,15 @@ def test_scales_that_are_no_scales_fail(source: Path, tmp_path: Path, scale: flo
     assert "layer 0" in check_of(report)[1][0]
     (run,) = json.loads(json.dumps(report.as_json(), allow_nan=False))["kv"]
     assert run["error"] is None and not run["passed"]
+
+
+def test_the_json_of_scales_is_read_as_strictly_as_sglang_reads_it(source: Path, tmp_path: Path) -> None:
+    out = with_scales(source, tmp_path / "o", {}, declared=False)
+    layers = read_config(source)["num_hidden_layers"]
+    scales = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {str(i): 0.05 for i in range(layers)}}}
+    file = out / "kv_cache_scales.tp1.json"
+    for content, failures in (({"model_type": "llama", "kv_cache": scales}, 0), ({"kv_cache": scales}, 1)):
+        file.write_text(json.dumps(content))
+        check = next(c for c in verify_checkpoint(out, None).checks if "SGLang" in c.name)
+        assert len(check.failures) == failures, check.failures
+    assert "model_type" in check.failures[0]
