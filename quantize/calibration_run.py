@@ -96,8 +96,9 @@ def _finish(plan: Plan, samples: Samples, folder: RunFolder) -> None:
             "weights": _digests(folder),
         },
     )  # fmt: skip
-    for name in (ACTIVATIONS, SAMPLES):
-        shutil.rmtree(folder.folder / name, ignore_errors=True)
+    left = folder.folder.glob(f"{ACTIVATIONS}-*")  # of runs that were killed
+    for gone in (folder.folder / ACTIVATIONS, folder.folder / SAMPLES, *left):
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _scales(plan: Plan, kv: list[LayerKV], samples: Samples) -> dict[int, KVScale]:
