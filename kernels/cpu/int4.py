@@ -42,7 +42,7 @@ _BETTER = 0.9999  # error that a searched scale may have, relative to the plain 
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _stored_bits(scale: np.float32, half: bool) -> np.uint16:
+def stored_bits(scale: np.float32, half: bool) -> np.uint16:
     """Bits of a scale in bfloat16 or float16, its magnitude kept between the smallest normal and the largest one."""
     if half:
         bits = min(max(f32_to_f16_bits(abs(scale)), np.int32(0x0400)), np.int32(0x7BFF))
@@ -52,7 +52,8 @@ def _stored_bits(scale: np.float32, half: bool) -> np.uint16:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _stored_value(bits: np.uint16, half: bool) -> np.float32:
+def stored_value(bits: np.uint16, half: bool) -> np.float32:
+    """The scale that bits of float16 (`half`) or bfloat16 stand for."""
     return f16_bits_to_f32(bits) if half else bf16_bits_to_f32(bits)
 
 
@@ -146,8 +147,8 @@ def quantize_int4(
             if method == 2:
                 to_integers(x_I, start, size, factor, integer_I)
             best_G[g] = INTEGER / np.float32(8)  # in units of the integers, of which the largest magnitude is -INTEGER
-            stored = _stored_bits(largest / np.float32(7.5) if largest > 0 else np.float32(1), half)
-            error_G[g] = _codes(x_I, start, size, _stored_value(stored, half), zero, unit, q_I, error_I)
+            stored = stored_bits(largest / np.float32(7.5) if largest > 0 else np.float32(1), half)
+            error_G[g] = _codes(x_I, start, size, stored_value(stored, half), zero, unit, q_I, error_I)
             scale_RG[r, g] = stored
             largest_G[g], factor_G[g], unit_G[g] = largest, factor, unit
         if method == 2:
@@ -155,8 +156,8 @@ def quantize_int4(
         if method > 0:
             for g in range(groups):
                 start = np.uint64(g) * size
-                stored = _stored_bits(np.float32(best_G[g] / np.float64(factor_G[g])), half)
-                error = _codes(x_I, start, size, _stored_value(stored, half), zero, unit_G[g], trial_I, error_I)
+                stored = stored_bits(np.float32(best_G[g] / np.float64(factor_G[g])), half)
+                error = _codes(x_I, start, size, stored_value(stored, half), zero, unit_G[g], trial_I, error_I)
                 if error < error_G[g] * _BETTER and largest_G[g] >= SMALLEST:
                     scale_RG[r, g], error_G[g] = stored, error
                     _copy(trial_I, q_I, start, size)
@@ -194,8 +195,8 @@ def quantize_int4_asym(
             for k in range(8 if search else 1):
                 shrink = np.float32(1.0 - 0.05 * k)
                 width = (high * shrink - low * shrink) / np.float32(15)
-                stored = _stored_bits(width if largest > 0 else np.float32(1), half)
-                scale = _stored_value(stored, half)
+                stored = stored_bits(width if largest > 0 else np.float32(1), half)
+                scale = stored_value(stored, half)
                 exact = width if 0 < width < np.inf else scale
                 zero = min(max(np.rint(np.float32(-8) - low * shrink / exact), np.float32(-8)), np.float32(7))
                 error = _codes(x_I, start, size, scale, zero, unit, trial_I, error_I)
@@ -215,7 +216,7 @@ def requantize_int4_asym(w_RI: F32, group: int, half: bool, scale_RG: U16, zero_
     q_I, error_I = np.empty(inputs, np.uint8), np.empty(inputs, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
-            scale, zero = _stored_value(scale_RG[r, g], half), np.float32(zero_RG[r, g])
+            scale, zero = stored_value(scale_RG[r, g], half), np.float32(zero_RG[r, g])
             _codes(w_RI[r], np.uint64(g) * size, size, scale, zero, np.float32(0), q_I, error_I)
         _pack(q_I, codes_RB[r])
 

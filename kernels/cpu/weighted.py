@@ -27,18 +27,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 from quantkit.kernels.cpu.convert import (
-    bf16_bits_to_f32,
     bits_of_f32,
     e4m3_code_to_f32,
-    f16_bits_to_f32,
     f32_of_bits,
-    f32_to_bf16_bits,
     f32_to_e4m3_code,
-    f32_to_f16_bits,
 )
 from quantkit.kernels.cpu.decode import int4_to_f32
 from quantkit.kernels.cpu.gptq import round_e2m1, round_int4
-from quantkit.kernels.cpu.int4 import requantize_int4
+from quantkit.kernels.cpu.int4 import requantize_int4, stored_bits, stored_value
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -53,13 +49,7 @@ _DRAWN_IN = 10
 @njit(nogil=True, cache=True, error_model="numpy")
 def stored_scale(scale: np.float32, half: bool) -> np.float32:
     """The scale in bfloat16 or float16, its magnitude kept between the smallest normal and the largest number."""
-    if half:
-        bits = min(max(f32_to_f16_bits(abs(scale)), np.int32(0x0400)), np.int32(0x7BFF))
-        value = f16_bits_to_f32(np.uint16(bits))
-    else:
-        bits = min(max(f32_to_bf16_bits(abs(scale)), np.int32(0x0080)), np.int32(0x7F7F))
-        value = bf16_bits_to_f32(np.uint16(bits))
-    return -value if scale < 0 else value
+    return stored_value(stored_bits(scale, half), half)
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
