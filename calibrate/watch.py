@@ -33,7 +33,8 @@ class Watch:
         self.kv_stats = kv
         self.samples: dict[str, Tensor] = {}
         self._sums: dict[str, HessianSum] = {}  # by the first module of a set
-        self._sets = {name: names for names in sets for name in names}
+        self._layers: dict[str, Hessian] = {}  # of all experts of a layer, once the watch is over
+        self._wanted = {names[0] for names in sets}
         self._sampled = set(sampled)
         self._length = length
         self._device = device
@@ -41,7 +42,7 @@ class Watch:
     def linear(self, modules: tuple[str, ...], x_TI: Tensor) -> None:
         """Inputs of one set of layers."""
         first = modules[0]
-        if first in self._sets:
+        if first in self._wanted:
             if first not in self._sums:
                 self._sums[first] = HessianSum(x_TI.shape[1], self._device)
             self._sums[first].update(x_TI)
@@ -63,21 +64,19 @@ class Watch:
             for rows in torch.split(row_TC, self._length or len(row_TC)):
                 self.kv_stats.latent(layer, rows)
 
-    def hessian(self, module: str, inputs: int) -> tuple[Hessian, str]:
-        """The Hessian of a module's inputs, and the first module of its set, whose siblings have the same one.
-
-        That of a routed expert is blended with what the experts of its layer saw together.
-        """
-        first = self._sets[module][0]
-        own = self._sums.get(first)
+    def hessian(self, names: tuple[str, ...], inputs: int) -> Hessian:
+        """The Hessian of the one input of a set of modules; of a routed expert blended with that of its layer."""
+        own = self._sums.get(names[0])
         seen = own.finish() if own is not None else HessianSum(inputs, self._device).finish()
-        if _EXPERT.search(module):
-            seen = blend(seen, self._of_layer(first, inputs))
-        return seen, first
+        kind = _EXPERT.sub(".experts.*.", names[0])
+        if kind == names[0]:
+            return seen
+        if kind not in self._layers:
+            self._layers[kind] = self._of_layer(kind, inputs)
+        return blend(seen, self._layers[kind])
 
-    def _of_layer(self, module: str, inputs: int) -> Hessian:
+    def _of_layer(self, kind: str, inputs: int) -> Hessian:
         """All experts' inputs together: every token counts once for each expert that it was sent to."""
-        kind = _EXPERT.sub(".experts.*.", module)
         total = HessianSum(inputs, self._device)
         for name, record in self._sums.items():
             if _EXPERT.sub(".experts.*.", name) == kind:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from quantkit.calibrate.block import Block
 from quantkit.calibrate.stats import Hessian
-from quantkit.calibrate.watch import Watch
 from quantkit.export import compressed_tensors
 from quantkit.export.formats import Part
 from quantkit.kernels.cpu.nvfp4 import nvfp4_global_divisor
@@ -23,13 +22,16 @@ from quantkit.quantize.recipe import CALIBRATED, Method
 from quantkit.quantize.run_folder import Stored
 from torch import Tensor
 
+Factors = dict[gptq.GptqOptions, gptq.Factor]
+
 
 def choose_codes(
-    step: Step, block: Block, watch: Watch, plan: Plan, methods: dict[str, Method], factors: dict[str, gptq.Factor]
+    step: Step, block: Block, hessian: Hessian, plan: Plan, methods: dict[str, Method], factors: Factors
 ) -> tuple[dict[str, Stored], dict[str, Any], dict[str, Tensor]]:
     """(tensors to store, facts by layer, unpacked weights by layer) of a step; the block is left as it is.
 
-    factors  of the block's Hessians so far, by the first module of a set: siblings share one
+    hessian  of the input that all layers of the step have
+    factors  of that Hessian so far, by the options they were made with: siblings share one
     """
     tasks = [t for t in step.tasks if t.fate == "quantize" and t.method in CALIBRATED and t.scheme is not None]
     weights = {t.name: block.weight(t.name) for t in tasks}
@@ -41,10 +43,9 @@ def choose_codes(
         assert task.scheme is not None
         w_OI = weights[task.name]
         options = _options(methods[task.name])
-        hessian, first = watch.hessian(task.name, w_OI.shape[1])
-        if first not in factors:
-            factors[first] = gptq.factorise(hessian.h_II, options)
-        found = gptq.quantize(w_OI, factors[first], task.scheme, half=plan.half, amax=amax, options=options)
+        if options not in factors:
+            factors[options] = gptq.factorise(hessian.h_II, options)
+        found = gptq.quantize(w_OI, factors[options], task.scheme, half=plan.half, amax=amax, options=options)
         unpacked[task.name] = found.w_hat_OI
         stored |= layer_tensors(task.name, task.scheme, tuple(w_OI.shape), found.parts, amax, half=plan.half)
         facts[task.name] = _facts(task, hessian, found)

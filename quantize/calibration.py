@@ -25,9 +25,8 @@ from quantkit.calibrate.kv import KVStats, rope_of
 from quantkit.calibrate.watch import Watch
 from quantkit.export.checkpoint import Reader
 from quantkit.kernels.errors import QuantkitError, join_errors
-from quantkit.quantize.calibrated import choose_codes
+from quantkit.quantize.calibrated import Factors, choose_codes
 from quantkit.quantize.decoded import DecodedWeights
-from quantkit.quantize.methods.gptq import Factor
 from quantkit.quantize.plan import Plan, Step
 from quantkit.quantize.recipe import CALIBRATED, Method
 from quantkit.quantize.run_folder import RunFolder, Stored, write_tensors
@@ -54,9 +53,9 @@ def wanted_steps(plan: Plan) -> list[Step]:
 
 def calibrate(
     plan: Plan, ids_NL: NDArray[np.int32], folder: RunFolder, settings: Settings,
-    advance: Callable[[int, int], None] = lambda block, tokens: None,
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> None:  # fmt: skip
-    """Run every block that the folder has not finished; `advance` is called with each (block, tokens run)."""
+    """Run every block that the folder has not finished; `advance` is called with the tokens of each run."""
     with Reader() as reader, ExitStack() as stack:
         weights = DecodedWeights(plan.source, reader)
         model = open_model(
@@ -115,7 +114,7 @@ def _states(
 
 def _run_block(
     block: Block, steps: Sequence[Step], states: Activations, plan: Plan, folder: RunFolder, settings: Settings,
-    advance: Callable[[int, int], None],
+    advance: Callable[[int], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Choose the codes of a block's layers, then take every state through the block as it will be served."""
     layers: dict[str, Any] = {}
@@ -125,12 +124,11 @@ def _run_block(
     for sets in _waves(block, steps, settings.memory):
         watch = Watch(sets, device=settings.device)
         for _, state in block.run_all(states, observe=watch):
-            advance(block.index, _tokens(state))
-        seen = {name for names in sets for name in names}
-        factors: dict[str, Factor] = {}
-        for step in steps:
-            if step.tasks[0].name in seen:
-                tensors, facts, weights = choose_codes(step, block, watch, plan, methods, factors)
+            advance(_tokens(state))
+        for names in sets:
+            hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
+            for step in (s for s in steps if s.tasks[0].name in names):
+                tensors, facts, weights = choose_codes(step, block, hessian, plan, methods, factors)
                 stored |= tensors
                 layers |= facts
                 unpacked |= weights
@@ -145,7 +143,7 @@ def _run_block(
     watch = Watch(kv=stats, sampled=[t.name for s in steps for t in s.tasks], length=length)
     for i, state in block.run_all(states, observe=watch):
         states[i] = state
-        advance(block.index, _tokens(state))
+        advance(_tokens(state))
     samples = {f"inputs.{n}": x for n, x in watch.samples.items()} | (stats.samples() if stats else {})
     if samples:
         write_tensors(folder.samples_file(block.index), {n: bfloat16(x) for n, x in samples.items()})

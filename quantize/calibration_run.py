@@ -63,7 +63,7 @@ def calibrate_into(
     check_recipe(plan)
     with RunFolder(out, identity(plan, samples)) as folder:
         if not (out / RESULT).is_file():
-            calibrate(plan, samples.ids_NL, folder, settings, lambda block, tokens: advance(tokens))
+            calibrate(plan, samples.ids_NL, folder, settings, advance)
             _finish(plan, samples, folder)
     result: dict[str, Any] = json.loads((out / RESULT).read_text(encoding="utf-8"))
     _gate(result["layers"], min_expert_tokens, out)
