@@ -190,10 +190,11 @@ def _against_source(
         )
     ]
     inputs_of = inputs_from(recorded, reader)
-    originals = {(p.output.name, p.out_expert): p for p in pairs_of(published, weights, dropped)[0]}
+    originals = pairs if chosen is published else pairs_of(published, weights, dropped)[0]
+    original_of = {(p.output.name, p.out_expert): p for p in originals}
 
     def work(pair: Pair) -> tuple[Compared | None, KernelRun | None]:
-        original = originals.get((pair.output.name, pair.out_expert))
+        original = original_of.get((pair.output.name, pair.out_expert))
         kernel = run_kernel(original, inputs_of, reader) if original else None
         compared = None if pair.output.name in ours else compare(pair, reader)
         advance(pair.nbytes)
