@@ -13,8 +13,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 from quantkit.kernels.cpu.attention_run import Task, run
+from quantkit.kernels.cpu.convert import as_f32
 from quantkit.kernels.cpu.kv_tile import CODES, E4M3_UNIT, Rows
-from quantkit.kernels.cpu.kv_write import as_f32, write, write_latent
+from quantkit.kernels.cpu.kv_write import write, write_latent
 from quantkit.kernels.kv import Batch, KVCache, LatentCache, k_dim, pages_and_slots, v_dim
 from quantkit.kernels.kv_check import check_batch
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import simd
+from quantkit.kernels.cpu import lanes, simd
 from quantkit.kernels.cpu.attention_plan import ROWS, Piece, piece_of, plan, seen_from
 from quantkit.kernels.cpu.attention_tile import add_scores, add_softmax, add_values
 from quantkit.kernels.cpu.kv_tile import STRIDE, TILE, Rows, decode_rows, find_rows, prefetch_rows
@@ -65,22 +65,14 @@ class Partial(NamedTuple):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _aligned(size: int) -> F32:
-    """Zeros that begin at a cache line: a vector that lies in two lines costs two accesses."""
-    zeros = np.zeros(size + _LANES, np.float32)
-    skip = -(zeros.ctypes.data // 4) % _LANES
-    return zeros[skip : skip + size]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def _scratch(k_chunks: int, v_chunks: int, shared: bool) -> Scratch:
-    k = _aligned(k_chunks * STRIDE)
+    k = lanes.aligned_zeros(k_chunks * STRIDE)
     return Scratch(
-        q=_aligned(ROWS * k_chunks * _LANES),
+        q=lanes.aligned_zeros(ROWS * k_chunks * _LANES),
         k=k,
-        v=k if shared else _aligned(v_chunks * STRIDE),
-        s=_aligned(ROWS * TILE),
-        o=_aligned(ROWS * v_chunks * _LANES),
+        v=k if shared else lanes.aligned_zeros(v_chunks * STRIDE),
+        s=lanes.aligned_zeros(ROWS * TILE),
+        o=lanes.aligned_zeros(ROWS * v_chunks * _LANES),
         top=np.empty(ROWS, np.float32),
         sum=np.empty(ROWS, np.float32),
         first=np.empty(ROWS, np.int64),

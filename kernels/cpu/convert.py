@@ -12,6 +12,8 @@ Shape suffixes: R rows, I inputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -149,3 +151,13 @@ def f32_to_f16(w_RI: NDArray[np.float32], out_RI: NDArray[np.uint16]) -> None:
     for r in range(w_RI.shape[0]):
         for i in range(w_RI.shape[1]):
             out_RI[r, i] = f32_to_f16_bits(w_RI[r, i])
+
+
+def as_f32(x: NDArray[Any]) -> NDArray[np.float32]:
+    """Float32 of float32, float16 or the bits of bfloat16 (uint16), exactly."""
+    if x.dtype != np.uint16:
+        return x.astype(np.float32, copy=False)
+    out = np.empty(x.shape, np.float32)
+    width = x.shape[-1] if x.ndim else 1
+    bf16_to_f32(x.reshape(-1, max(width, 1)), out.reshape(-1, max(width, 1)))
+    return out

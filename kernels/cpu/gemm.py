@@ -20,8 +20,9 @@ import numba
 import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import gemm_rows, simd
+from quantkit.kernels.cpu import gemm_rows, lanes, simd
 from quantkit.kernels.cpu.activations import quantize_activations
+from quantkit.kernels.cpu.convert import as_f32
 from quantkit.kernels.cpu.gemm_scales import SECOND, scales_of_chunk
 from quantkit.kernels.cpu.workers import share
 from quantkit.kernels.elements import E2M1_VALUES, INT4_VALUES
@@ -36,7 +37,6 @@ _CHUNK = 64  # rows that one thread takes at a time
 _BLAS_TOKENS = 96
 _BLAS_BYTES = 16 << 20
 _STEP = 8  # blocks of inputs at a time when there are many tokens: for 8 tokens they fill 32 kB
-_LINE = 16  # float32 of a cache line
 _ALL = 30  # as a shift: every block shares one scale
 
 
@@ -151,13 +151,6 @@ def _layout(w: PackedMatrix) -> _Layout:
     )
 
 
-def as_float32(x: NDArray[Any]) -> F32:
-    """float32 of float16 or float32 activations, or of bfloat16 ones given as bits (uint16)."""
-    if x.dtype == np.uint16:
-        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return x.astype(np.float32, copy=False)
-
-
 def matmul(x_TI: NDArray[Any], w: PackedMatrix, *, input_scale: float | None = None, threads: int = 1) -> F32:
     """Activations [T, I] times the transposed weight [O, I]: float32 [T, O].
 
@@ -169,7 +162,7 @@ def matmul(x_TI: NDArray[Any], w: PackedMatrix, *, input_scale: float | None = N
     """
     check_matrix(w)
     check_inputs(x_TI, w)
-    x = as_float32(x_TI)
+    x = as_f32(x_TI)
     if input_scale is not None:
         check_input_scale(w, input_scale)
         if not np.isfinite(x).all():
@@ -182,13 +175,6 @@ def matmul(x_TI: NDArray[Any], w: PackedMatrix, *, input_scale: float | None = N
         (_with_blas if len(x) >= _BLAS_TOKENS else _in_tiles)(x, w, out, threads)
     scale = np.float32(w.global_scale) * np.float32(1.0 if input_scale is None else input_scale)
     return out if scale == 1 else out * scale
-
-
-def _aligned_zeros(size: int) -> F32:
-    """Zeros from the start of a cache line on: a vector that straddles two lines costs two loads."""
-    raw = np.zeros(size + _LINE, np.float32)
-    skip = (-raw.ctypes.data % (4 * _LINE)) // 4
-    return raw[skip : skip + size]
 
 
 def _in_tiles(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
@@ -205,7 +191,7 @@ def _in_tiles(x: F32, w: PackedMatrix, out: F32, threads: int) -> None:
 def _run(x: F32, w: PackedMatrix, width: int, threads: int, out: F32) -> None:
     m = _layout(w)
     tiles = -(-len(x) // width)
-    laid_out = _aligned_zeros(tiles * width * m.blocks * gemm_rows.BLOCK)
+    laid_out = lanes.aligned_zeros(tiles * width * m.blocks * gemm_rows.BLOCK)
     gemm_rows.lay_out(x, width, m.nibbles, laid_out)
     step = m.blocks if tiles == 1 else _STEP
     parallel = threads > 1 and w.outputs > _CHUNK

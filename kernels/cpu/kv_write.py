@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 from quantkit.kernels.cpu.convert import (
-    bf16_to_f32,
+    as_f32,
     bits_of_f32,
     e4m3_code_to_f32,
     f32_of_bits,
@@ -141,16 +141,6 @@ def _write_dsa(latent_TR: F32, rope_TD: F32, slots_T: I64, out_NB: U8) -> None:
             bits = f32_to_bf16_bits(rope_TD[t, i])
             row[528 + 2 * i] = bits & np.int32(255)
             row[529 + 2 * i] = bits >> np.int32(8)
-
-
-def as_f32(x: NDArray[Any]) -> F32:
-    """Float32 of float32, float16 or the bits of bfloat16 (uint16), exactly."""
-    if x.dtype != np.uint16:
-        return x.astype(np.float32, copy=False)
-    out = np.empty(x.shape, np.float32)
-    width = x.shape[-1] if x.ndim else 1
-    bf16_to_f32(x.reshape(-1, max(width, 1)), out.reshape(-1, max(width, 1)))
-    return out
 
 
 def _write_rows(format: str, x_TD: F32, slots_T: I64, scale: float, out_ND: Any, scale_NG: Any) -> None:
