@@ -43,6 +43,12 @@ class Checkpoint:
         return sum(t.nbytes for t in self.tensors.values())
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of config.json: all of it, or `text_config` of a multimodal model."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What config.json says of the quantisation, at the top or inside `text_config`; empty for a plain checkpoint."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json
+from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json, text_config
 from quantkit.export.kv_json import check_file
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import scale_values
@@ -132,9 +132,8 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
     failures = []
     if quantized and not config:
         failures.append(f"config.json has no quantization_config but {len(quantized)} layers are quantised")
-    only_kv = config.get("kv_cache_scheme") and not config.get(
-        "config_groups"
-    )  # scales of the cache, weights as published
+    # scales of the cache beside weights as published
+    only_kv = config.get("kv_cache_scheme") and not config.get("config_groups")
     if not any(w.encoding != "plain" for w in weights.values()) and config and not only_kv:
         failures.append("config.json has a quantization_config but no layer is quantised")
     if config.get("quant_method") in ("compressed-tensors", "modelopt", "fp8") and quantized:
@@ -216,7 +215,7 @@ def check_kv_json(folder: Path, config: Mapping[str, Any]) -> list[Check]:
     }
     if not files:
         return []
-    text = config.get("text_config") or config
+    text = text_config(config)
     layers, kind = int(text.get("num_hidden_layers", 0)), str(text.get("model_type"))
     failures = [
         f"{path.name}: {reason}"

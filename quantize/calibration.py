@@ -23,7 +23,7 @@ from quantkit.calibrate.block import Block
 from quantkit.calibrate.blocks import BlockModel, open_model
 from quantkit.calibrate.kv import KVStats, rope_of
 from quantkit.calibrate.watch import Watch
-from quantkit.export.checkpoint import Reader
+from quantkit.export.checkpoint import Reader, text_config
 from quantkit.kernels.errors import QuantkitError, join_errors
 from quantkit.quantize.calibrated import Factors, choose_codes
 from quantkit.quantize.decoded import DecodedWeights
@@ -137,7 +137,7 @@ def _run_block(
     if stored:
         write_tensors(folder.block_file(block.index), stored)
     wanted = plan.recipe.kv_cache is not None
-    text = plan.source.config.get("text_config") or plan.source.config
+    text = text_config(plan.source.config)
     stats = KVStats(rope_of(text), text.get("kv_lora_rank")) if wanted else None
     length = int(states[0].hidden.shape[1])
     watch = Watch(kv=stats, sampled=[t.name for s in steps for t in s.tasks], length=length)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
-from quantkit.export.sources.rows import Buffers, row_source, scale_values
+from quantkit.export.sources.rows import Buffers, global_scale, row_source, scale_values
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
 from quantkit.kernels.cpu.convert import f32_to_bf16
@@ -208,9 +208,7 @@ def _stored_zero(out: Weight, reader: Reader) -> NDArray[np.int8] | None:
 def _shared(out: Weight, scheme: QuantScheme, reader: Reader) -> tuple[float | None, float | None]:
     """(amax of the fused set that the stored global scale came from, NVFP4's multiplier)."""
     if scheme.has_global:
-        kind = "multiplier" if "multiplier" in out.parts else "divisor"
-        value = np.float32(scale_values(out.parts[kind], reader.read(out.parts[kind]))[0])
-        multiplier = value if kind == "multiplier" else np.float32(1) / value
+        multiplier = global_scale(out, reader)
         return float(multiplier) * 448.0 * 6.0, float(multiplier)
     if scheme.granularity == "tensor":
         return float(scale_values(out.parts["scale"], reader.read(out.parts["scale"]))[0]) * 448.0, None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint
+from quantkit.export.checkpoint import Checkpoint, text_config
 from quantkit.export.formats import Format, Part, format_module
 from quantkit.export.safetensors_file import nbytes_of
 from quantkit.export.sources.detect import FLOATS, Weight, weights_of
@@ -53,7 +53,7 @@ class Fates:
         self.format: Format = format_module(format_name)
         self.weights = dict(sorted(weights_of(source).items(), key=lambda kv: natural_key(kv[0])))
         self.placed, self.family = roles_of({n: w.shape for n, w in self.weights.items()}, source.config)
-        text = source.config.get("text_config") or source.config
+        text = text_config(source.config)
         dtype = str(
             source.config.get("dtype")
             or source.config.get("torch_dtype")

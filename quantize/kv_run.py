@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.export.checkpoint import Reader
+from quantkit.export.checkpoint import Reader, text_config
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import scale_values
@@ -151,7 +151,7 @@ def _latent_outputs(
     layer: int, rows: Mapping[str, F32], config: Mapping[str, Any], format: Format, scale: float
 ) -> F32:
     latent_TC = rows["latent"]
-    text = config.get("text_config") or config
+    text = text_config(config)
     rank = text.get("kv_lora_rank")
     if latent_TC.ndim != 2 or not isinstance(rank, int) or not 0 < rank < latent_TC.shape[1]:
         raise _misfit(layer, f"latent [T, kv_lora_rank {rank} + RoPE values]")

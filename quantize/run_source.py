@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantkit.export.checkpoint import Checkpoint, open_checkpoint, read_json
+from quantkit.export.checkpoint import Checkpoint, open_checkpoint, read_json, text_config
 from quantkit.export.kv_json import file_name, scales_json
 from quantkit.export.kv_scales import attention_kind, kv_rules, scale_tensors
 from quantkit.export.sources.detect import weights_of
@@ -46,8 +46,7 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         """The language model's part of config.json."""
-        text: Mapping[str, Any] = self.source.config.get("text_config") or self.source.config
-        return text
+        return text_config(self.source.config)
 
 
 def is_run(folder: Path) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.sources.detect import Weight
-from quantkit.export.sources.rows import GROUP_OF, scale_values
+from quantkit.export.sources.rows import GROUP_OF, global_scale, scale_values
 from quantkit.kernels.matrix import PackedMatrix, ScaleBits, code_bytes, scale_shape
 from quantkit.kernels.scheme import BLOCK, SCHEMES, QuantScheme
 
@@ -95,14 +95,6 @@ def packed_rows(weight: Weight, first_row: int, reader: Reader) -> PackedRows | 
         scale=scale.reshape(scale_shape(scheme, outputs, inputs)),
         scale_format=scale_format,
         zero=None if zero is None else reader.read(zero).view(np.int32).reshape(zero.shape),
-        global_scale=_global_scale(weight, reader),
+        global_scale=float(global_scale(weight, reader)),
         multiple=BLOCK if scheme.granularity == "block" else 8,
     )
-
-
-def _global_scale(weight: Weight, reader: Reader) -> float:
-    if "multiplier" in weight.parts:
-        return float(reader.read(weight.parts["multiplier"]).view(np.float32)[0])
-    if "divisor" in weight.parts:
-        return float(np.float32(1) / reader.read(weight.parts["divisor"]).view(np.float32)[0])
-    return 1.0

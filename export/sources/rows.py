@@ -50,6 +50,15 @@ def scale_values(info: TensorInfo, raw: NDArray[np.uint8]) -> F32:
     return np.asarray(E4M3_VALUES if info.dtype == "F8_E4M3" else E8M0_VALUES, np.float32)[raw]
 
 
+def global_scale(weight: Weight, reader: Reader) -> np.float32:
+    """The float32 multiplier over NVFP4's block scales, whichever dialect stores it; 1 for other encodings."""
+    if "divisor" in weight.parts:
+        return np.float32(np.float32(1) / reader.read(weight.parts["divisor"]).view(np.float32)[0])
+    if "multiplier" in weight.parts:
+        return np.float32(reader.read(weight.parts["multiplier"]).view(np.float32)[0])
+    return np.float32(1)
+
+
 class Buffers:
     """Arrays that one thread fills again and again: fresh memory would cost a page fault for every 4 KB."""
 
@@ -197,11 +206,7 @@ class Fp4Rows:
             self._scale_info, reader, buffers, inputs // group, first_row * (inputs // group), "source scale"
         )
         self._group = group
-        self._global = np.float32(1)
-        if "divisor" in weight.parts:
-            self._global = np.float32(1) / reader.read(weight.parts["divisor"]).view(np.float32)[0]
-        elif "multiplier" in weight.parts:
-            self._global = reader.read(weight.parts["multiplier"]).view(np.float32)[0]
+        self._global = global_scale(weight, reader)
 
     def load(self, first: int, rows: int) -> None:
         self._block.load(first, rows)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.cli.commands import emit
 
 SHAPES = ("4096x4096", "6144x2048")
 TOKENS = ("1", "4", "8", "64", "256")
@@ -73,10 +72,6 @@ def _at_least_1(option: str, value: int) -> int:
     return value
 
 
-def _emit(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2) + "\n")
-
-
 def _say_what_compiles() -> None:
     from quantkit.kernels.cpu import FIRST_RUN
 
@@ -113,7 +108,7 @@ def kernels_command(
     with show_bench.time_left("bench kernels") as progress:
         rows = kernels.bench(names, wanted, batches, context, repeat, place, bandwidth.rate, progress, show_bench.note)
     if as_json:
-        _emit(rows)
+        emit(rows)
     else:
         show_bench.kernels(rows)
 
@@ -143,7 +138,7 @@ def kv_command(
     with show_bench.time_left("bench kv", every=0) as progress:
         result = {"machine": facts} | kv.bench(question, progress)
     if as_json:
-        _emit(result)
+        emit(result)
     else:
         show_bench.kv(result)
     if not kv.passed(result):

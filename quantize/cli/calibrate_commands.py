@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quantkit.export.checkpoint import open_checkpoint
+from quantkit.export.checkpoint import open_checkpoint, text_config
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import show
-from quantkit.quantize.cli.commands import emit, load_plan, parse_bytes
+from quantkit.quantize.cli.commands import emit, load_plan, parse_bytes, peak_memory
 
 METRICS = ("kl", "perplexity_ratio", "top1")
 
@@ -62,7 +61,7 @@ def calibrate_command(
     settings = Settings(budget, device, trust_remote_code)
     begun = time.monotonic()
     try:
-        layers = int((plan.source.config.get("text_config") or plan.source.config)["num_hidden_layers"])
+        layers = int(text_config(plan.source.config)["num_hidden_layers"])
         passes = 2 if any(r.method is not None and r.method.calibrated for r in plan.recipe.weights) else 1
         with progress("calibrate", int(read.ids_NL.size) * layers * passes, unit="tokens") as advance:
             result = calibrate_into(out, plan, read, settings, min_expert_tokens=min_expert_tokens, advance=advance)
@@ -118,7 +117,7 @@ def evaluate_command(
 
 def vocabulary(config: dict[str, Any]) -> int:
     """Number of token ids of a model."""
-    size = (config.get("text_config") or config).get("vocab_size")
+    size = text_config(config).get("vocab_size")
     if not isinstance(size, int):
         raise QuantkitError("config.json does not say how many tokens there are", value=size, allowed="vocab_size")
     return size
@@ -141,8 +140,3 @@ def parse_gates(gates: Sequence[str]) -> dict[str, float]:
 def passed(metric: str, value: float, bound: float) -> bool:
     """Whether a metric keeps its gate; NaN never does."""
     return value >= bound if metric == "top1" else value <= bound
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -39,6 +39,11 @@ def emit(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=2) + "\n")
 
 
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Hundreds of thousands of records and no cycle among them: looking for one takes half of the time."""
@@ -123,7 +128,7 @@ def export_command(
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: run the same command again to go on\n")
         sys.exit(130)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory()
     show.summary(plan, summary, out, peak)
     result: dict[str, Any] = {
         "out": str(out), "bytes_in": summary.bytes_in, "bytes_out": summary.bytes_out, "seconds": summary.seconds,
