@@ -135,3 +135,16 @@ def assert_close(
     assert got.dtype == np.float32
     assert got.shape == expected.shape
     assert error <= 2 * bound + 2.0**-21 * np.abs(expected).max(initial=0), (error, bound)
+
+
+def problem(
+    seed: int, format: str, *, slots: int, heads: int, group: int, k_dim: int, v_dim: int, lengths: list[int],
+    queries: list[int],
+) -> tuple[np.ndarray, KVCache, Batch]:  # fmt: skip
+    """Random queries, a filled cache and the batch over it."""
+    rng = np.random.default_rng(seed)
+    batch, pages = paged(rng, lengths, queries, slots)
+    k = [rng.standard_normal((n, heads, k_dim), np.float32) for n in lengths]
+    v = [rng.standard_normal((n, heads, v_dim), np.float32) for n in lengths]
+    q = rng.standard_normal((sum(queries), heads * group, k_dim), np.float32)
+    return q, filled(format, batch, pages, slots, k, v), batch

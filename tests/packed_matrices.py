@@ -20,6 +20,24 @@ KINDS: list[tuple[str, ScaleBits]] = [
     ("fp8-block-ue8m0", "e8m0"),
 ]
 
+# Rows that are no whole blocks of the kernels: scheme, format of the scales, inputs.
+ODD_INPUTS: list[tuple[str, ScaleBits, int]] = [
+    ("int4-g32", "bf16", 32),
+    ("int4-g32", "f16", 416),
+    ("int4-g64", "bf16", 192),
+    ("int4-channel", "bf16", 1),
+    ("int4-channel", "bf16", 37),
+    ("int4a-channel", "bf16", 205),
+    ("int4a-g32", "bf16", 96),
+    ("nvfp4", "e4m3", 16),
+    ("nvfp4", "e4m3", 144),
+    ("mxfp4", "e8m0", 160),
+    ("fp8-tensor", "f32", 1),
+    ("fp8-channel", "f32", 131),
+    ("fp8-block", "f32", 200),
+    ("fp8-block-ue8m0", "e8m0", 576),
+]
+
 
 def random_matrix(name: str, outputs: int, inputs: int, scale_format: ScaleBits, seed: int = 0) -> PackedMatrix:
     """Any code may occur but the two NaN of E4M3; scales are positive and within a factor of ten of 0.01."""

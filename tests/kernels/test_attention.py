@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from kv_caches import POISON, assert_close, exact, filled, paged, slots_of, torch_of
+from kv_caches import POISON, assert_close, exact, filled, paged, problem, slots_of, torch_of
 from quantkit.kernels import attention
 from quantkit.kernels.cpu import attention as cpu
 from quantkit.kernels.cpu import attention_run
@@ -26,15 +26,6 @@ def numba(q, cache, batch, **options):
 
 
 TWINS = pytest.mark.parametrize("twin", [reference, numba])
-
-
-def problem(seed, format, *, slots, heads, group, k_dim, v_dim, lengths, queries):
-    rng = np.random.default_rng(seed)
-    batch, pages = paged(rng, lengths, queries, slots)
-    k = [rng.standard_normal((n, heads, k_dim), np.float32) for n in lengths]
-    v = [rng.standard_normal((n, heads, v_dim), np.float32) for n in lengths]
-    q = rng.standard_normal((sum(queries), heads * group, k_dim), np.float32)
-    return q, filled(format, batch, pages, slots, k, v), batch
 
 
 # slots of a page, KV heads, query heads each, widths of K and V, lengths, queries

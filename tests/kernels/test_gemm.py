@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from oracle.packed_product import bound, nvfp4_activations, product
-from packed_matrices import KINDS, random_matrix, with_all_codes
+from packed_matrices import KINDS, ODD_INPUTS, random_matrix, with_all_codes
 from quantkit.kernels.cpu.gemm import grouped_matmul, matmul
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.matrix import PackedMatrix
@@ -45,22 +45,7 @@ def test_is_as_exact_as_a_plain_float32_product(name: str, scale_format: str, to
 
 @pytest.mark.parametrize(
     ("name", "scale_format", "inputs"),
-    [
-        ("int4-g32", "bf16", 32),
-        ("int4-g32", "f16", 416),
-        ("int4-g64", "bf16", 192),
-        ("int4-channel", "bf16", 1),
-        ("int4-channel", "bf16", 37),
-        ("int4a-channel", "bf16", 205),
-        ("int4a-g32", "bf16", 96),
-        ("nvfp4", "e4m3", 16),
-        ("nvfp4", "e4m3", 144),
-        ("mxfp4", "e8m0", 160),
-        ("fp8-tensor", "f32", 1),
-        ("fp8-channel", "f32", 131),
-        ("fp8-block", "f32", 200),
-        ("fp8-block-ue8m0", "e8m0", 576),
-    ],
+    ODD_INPUTS,
 )
 def test_rows_that_are_no_whole_blocks(name: str, scale_format: str, inputs: int) -> None:
     for outputs in (1, 2, 65, 129):

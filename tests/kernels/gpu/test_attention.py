@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kv_caches import POISON, assert_close, exact, filled, filled_latent, paged, slots_of, torch_of
+from kv_caches import POISON, assert_close, exact, filled, filled_latent, paged, problem, slots_of, torch_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.gpu import attention as gpu
 from quantkit.kernels.kv import Batch
@@ -20,15 +20,6 @@ def attend(q, cache, batch, device, **options):
         options["sinks_H"] = torch.from_numpy(options["sinks_H"]).to(device)
     q = torch.from_numpy(q) if isinstance(q, np.ndarray) else q
     return gpu.attend(q.to(device), torch_of(cache, device), torch_of(batch, device), **options).cpu().numpy()
-
-
-def problem(seed, format, *, slots, heads, group, k_dim, v_dim, lengths, queries):
-    rng = np.random.default_rng(seed)
-    batch, pages = paged(rng, lengths, queries, slots)
-    k = [rng.standard_normal((n, heads, k_dim), np.float32) for n in lengths]
-    v = [rng.standard_normal((n, heads, v_dim), np.float32) for n in lengths]
-    q = rng.standard_normal((sum(queries), heads * group, k_dim), np.float32)
-    return q, filled(format, batch, pages, slots, k, v), batch
 
 
 # slots of a page, KV heads, query heads each, widths of K and V, lengths, queries

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from oracle.packed_product import bound, nvfp4_activations, product
-from packed_matrices import KINDS, random_matrix, with_all_codes
+from packed_matrices import KINDS, ODD_INPUTS, random_matrix, with_all_codes
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.gemm import as_tensors
 from quantkit.kernels.gpu.activations import quantize_nvfp4
@@ -36,22 +36,7 @@ def test_is_as_exact_as_a_plain_float32_product(name, scale_format, device):
 
 @pytest.mark.parametrize(
     ("name", "scale_format", "inputs"),
-    [
-        ("int4-g32", "bf16", 32),
-        ("int4-g32", "f16", 416),
-        ("int4-g64", "bf16", 192),
-        ("int4-channel", "bf16", 1),
-        ("int4-channel", "bf16", 37),
-        ("int4a-channel", "bf16", 205),
-        ("int4a-g32", "bf16", 96),
-        ("nvfp4", "e4m3", 16),
-        ("nvfp4", "e4m3", 144),
-        ("mxfp4", "e8m0", 160),
-        ("fp8-tensor", "f32", 1),
-        ("fp8-channel", "f32", 131),
-        ("fp8-block", "f32", 200),
-        ("fp8-block-ue8m0", "e8m0", 576),
-    ],
+    ODD_INPUTS,
 )
 def test_rows_that_are_no_whole_tiles(name, scale_format, inputs, device):
     for outputs, tokens in ((1, 1), (65, 3), (129, 17)):
