@@ -67,7 +67,7 @@ class KVScale:
 
 def amax_scale(amax: float, headroom: float = HEADROOM) -> float:
     """The amax x headroom / 448, rounded up to float32; 1.0 for an amax of 0."""
-    return _round_up(amax * headroom / LARGEST) if amax else 1.0
+    return round_up(amax * headroom / LARGEST) if amax else 1.0
 
 
 def percentile_scale(seen: Seen, headroom: float = HEADROOM, share: float = PERCENTILE) -> float:
@@ -78,11 +78,12 @@ def percentile_scale(seen: Seen, headroom: float = HEADROOM, share: float = PERC
 def mse_scale(seen: Seen) -> float:
     """The best of 65 scales from amax / 448 down to a sixteenth of it, the larger where two are equal."""
     top = amax_scale(seen.amax, 1.0)
-    scales = [_round_up(top * float(step)) for step in _MSE_STEPS]
+    scales = [round_up(top * float(step)) for step in _MSE_STEPS]
     return min(scales, key=lambda scale: (seen.histogram.e4m3_error(scale), -scale)) if seen.amax else 1.0
 
 
-def _round_up(value: float) -> float:
+def round_up(value: float) -> float:
+    """The smallest normal float32 that is not below a value."""
     nearest = np.float32(max(value, _TINY))
     return float(nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf)))
 

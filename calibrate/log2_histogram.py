@@ -71,6 +71,13 @@ class Histogram:
         """The histogram of both sets of values."""
         return Histogram.of(self.counted() + other.counted())
 
+    def above(self, limit: float) -> Histogram:
+        """What is left without zeros and magnitudes below `limit`; the bin that holds `limit` stays whole."""
+        counts = self.counted()
+        counts[0] = 0
+        counts[1:][_EDGES[1:] <= limit] = 0
+        return Histogram.of(counts)
+
     @property
     def total(self) -> int:
         """Number of values."""

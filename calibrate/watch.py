@@ -1,4 +1,4 @@
-"""What a calibration run watches in one block: Hessians of sets of layers, the KV cache, samples of real inputs.
+"""What a calibration run watches in one block: Hessians and ranges of inputs, the KV cache, samples of real inputs.
 
 Letters: T tokens, I inputs, H KV heads, Q query heads, D head values, C values of a latent row.
 """
@@ -9,18 +9,29 @@ import re
 from collections.abc import Iterable
 
 import torch
+from quantkit.calibrate.input_blocks import InputBlocks, InputBlocksSum
 from quantkit.calibrate.kv import KVStats
 from quantkit.calibrate.stats import Hessian, HessianSum, blend
+from quantkit.kernels.errors import QuantkitError
 from torch import Tensor
 
 SAMPLE_TOKENS = 8  # of the inputs of a layer, kept for the packed kernels
+# Share of a layer's tokens that may hold a NaN or infinity. One bad token spoils its whole sample (a masked value still
+# enters attention, as 0 x NaN): a share above this means that the source or the dtype is at fault, not a rare token.
+MAX_DROPPED = 0.01
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def peers_key(module: str) -> str:
+    """One name for the modules at this place in all experts of a layer; the module's own outside of experts."""
+    return _EXPERT.sub(".experts.*.", module)
 
 
 class Watch:
     """An observer of one block.
 
     sets     layers with one input each, whose Hessians are wanted
+    blocks   layers with one input each, whose ranges by blocks of 16 are wanted
     kv       statistics of keys and values, or None
     sampled  modules of which some inputs are kept
     length   tokens of each text: what is run together is told apart in the cache
@@ -28,11 +39,12 @@ class Watch:
 
     def __init__(
         self, sets: Iterable[tuple[str, ...]] = (), kv: KVStats | None = None, sampled: Iterable[str] = (),
-        length: int = 0, device: str = "cpu",
+        length: int = 0, device: str = "cpu", blocks: Iterable[tuple[str, ...]] = (),
     ) -> None:  # fmt: skip
         self.kv_stats = kv
         self.samples: dict[str, Tensor] = {}
         self._sums: dict[str, HessianSum] = {}  # by the first module of a set
+        self._blocks = {names[0]: InputBlocksSum() for names in blocks}
         self._layers: dict[str, Hessian] = {}  # of all experts of a layer, once the watch is over
         self._wanted = {names[0] for names in sets}
         self._sampled = set(sampled)
@@ -46,6 +58,8 @@ class Watch:
             if first not in self._sums:
                 self._sums[first] = HessianSum(x_TI.shape[1], self._device)
             self._sums[first].update(x_TI)
+        if first in self._blocks:
+            self._blocks[first].update(x_TI)
         for name in self._sampled.intersection(modules):
             if name not in self.samples and len(x_TI) >= SAMPLE_TOKENS:
                 # spread over the sample: the first tokens of a text are unlike all others
@@ -68,7 +82,7 @@ class Watch:
         """The Hessian of the one input of a set of modules; of a routed expert blended with that of its layer."""
         own = self._sums.get(names[0])
         seen = own.finish() if own is not None else HessianSum(inputs, self._device).finish()
-        kind = _EXPERT.sub(".experts.*.", names[0])
+        kind = peers_key(names[0])
         if kind == names[0]:
             return seen
         if kind not in self._layers:
@@ -79,6 +93,26 @@ class Watch:
         """All experts' inputs together: every token counts once for each expert that it was sent to."""
         total = HessianSum(inputs, self._device)
         for name, record in self._sums.items():
-            if _EXPERT.sub(".experts.*.", name) == kind:
+            if peers_key(name) == kind:
                 total.merge(record)
         return total.finish()
+
+    def input_blocks(self, names: tuple[str, ...]) -> InputBlocks:
+        """The ranges of the one input of a set of modules, of no tokens when none came."""
+        return self._blocks[names[0]].finish()
+
+    def check_finite(self) -> None:
+        """Raise QuantkitError for the first layer that lost too large a share of its tokens, experts as one layer."""
+        seen: dict[str, list[int]] = {}
+        records: list[tuple[str, HessianSum | InputBlocksSum]] = [*self._sums.items(), *self._blocks.items()]
+        for name, record in records:
+            counts = seen.setdefault(peers_key(name), [0, 0])
+            counts[0] += record.dropped
+            counts[1] += record.tokens + record.dropped
+        for name, (dropped, tokens) in seen.items():
+            if dropped > MAX_DROPPED * tokens:
+                raise QuantkitError(
+                    "too many tokens have NaN or infinity in the inputs of a layer", tensor=name,
+                    value=f"{dropped} of {tokens} tokens, {dropped / tokens:.1%}", allowed=f"at most {MAX_DROPPED:.0%}",
+                    hint="a weight of the source is damaged, or its values overflow the dtype of the run",
+                )  # fmt: skip

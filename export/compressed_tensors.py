@@ -1,7 +1,7 @@
 """The compressed-tensors formats: `pack-quantized`, `nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `float-quantized`.
 
 Read by vLLM, SGLang and transformers. Tensor layouts and configuration keys: compressed-tensors 0.20. NVFP4 stores the
-global scale as a divisor (448 * 6 / amax), the opposite of ModelOpt's.
+global scale, and that of activations, as a divisor (448 * 6 / amax), the opposite of ModelOpt's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scal
         codes = Part("codes", "weight_packed", "U8", (rows, inputs // 2))
         if not scheme.has_global:
             return [codes, Part("scale", "weight_scale", "U8", (rows, groups))]
-        return [
+        out = [
             codes,
             Part("scale", "weight_scale", "F8_E4M3", (rows, groups)),
             Part("divisor", "weight_global_scale", "F32", (1,)),
         ]
+        return [*out, Part("input_divisor", "input_global_scale", "F32", (1,))] if input_scale else out
     codes = Part("codes", "weight", "F8_E4M3", (rows, inputs))
     if scheme.granularity == "tensor":
         out = [codes, Part("tensor_scale", "weight_scale", "F32", (1,))]
@@ -57,7 +58,9 @@ def _scheme(scheme: QuantScheme, static_input: bool) -> dict[str, Any]:
         return {"weights": weights, "input_activations": None, "format": "pack-quantized"}
     if scheme.has_global:
         weights = _args(4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
-        return {"weights": weights, "input_activations": None, "format": "nvfp4-pack-quantized"}
+        # block scales are made as the activations come, under the stored scale of the tensor
+        inputs = {**weights, "dynamic": "local"} if static_input else None
+        return {"weights": weights, "input_activations": inputs, "format": "nvfp4-pack-quantized"}
     if scheme.element == "e2m1":
         weights = _args(4, "float", "group", group_size=32, scale_dtype="torch.uint8")
         return {"weights": weights, "input_activations": None, "format": "mxfp4-pack-quantized"}
@@ -86,7 +89,7 @@ def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> M
     schemes: dict[str, QuantScheme] = {}
     for layer in layers:
         if layer.scheme is not None:
-            groups.setdefault((layer.scheme.name, layer.input_scale is not None), []).append(layer.module)
+            groups.setdefault((layer.scheme.name, layer.static_input), []).append(layer.module)
             schemes[layer.scheme.name] = layer.scheme
     plain = [layer.module for layer in layers if layer.scheme is None]
     if len(groups) == 1:

@@ -18,8 +18,10 @@ from quantkit.kernels.scheme import QuantScheme
 
 # codes, scale, zero: written row by row. The others are one small value for the whole layer:
 #   shape [O, I] as integers; multiplier and divisor: NVFP4's global scale and its reciprocal;
-#   tensor_scale: amax/448 of an FP8 tensor; input_scale: a number from the recipe.
-PartKind = Literal["codes", "scale", "zero", "shape", "multiplier", "divisor", "tensor_scale", "input_scale"]
+#   tensor_scale: amax/448 of an FP8 tensor; input_scale and input_divisor: that of the activations, its reciprocal.
+PartKind = Literal[
+    "codes", "scale", "zero", "shape", "multiplier", "divisor", "tensor_scale", "input_scale", "input_divisor"
+]
 
 
 # What every reader accepts for an FP8 KV cache with a scale for the tensor; each key is required by one of them.
@@ -42,7 +44,7 @@ class Layer:
 
     module: str
     scheme: QuantScheme | None  # None: not quantised
-    input_scale: float | None = None
+    static_input: bool = False  # its activations are quantised under a stored scale
 
 
 class Format(Protocol):
@@ -54,7 +56,11 @@ class Format(Protocol):
         ...
 
     def parts(self, scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
-        """Tensors of a layer of `rows` outputs; `half`: the model's dtype is fp16, not bf16."""
+        """Tensors of a layer of `rows` outputs.
+
+        half         the model's dtype is fp16, not bf16
+        input_scale  a scale for the activations is stored as well
+        """
         ...
 
     def config(self, layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""ModelOpt's unified checkpoint: NVFP4 (weight only) and FP8, for TensorRT-LLM, vLLM and SGLang.
+"""ModelOpt's unified checkpoint: NVFP4 (weight only, or with activations) and FP8, for TensorRT-LLM, vLLM and SGLang.
 
 `hf_quant_config.json` and the `quantization_config` of `config.json` say the same (engines differ on which one wins).
-NVFP4 stores the global scale as a multiplier (amax / (448 * 6)), the opposite of compressed-tensors'. Layouts and keys:
-ModelOpt 0.47.
+NVFP4 stores the global scale, and that of activations, as a multiplier (amax / (448 * 6)), the opposite of
+compressed-tensors'. Layouts and keys: ModelOpt 0.47.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # readers choose their rul
 def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scale: bool) -> list[Part]:
     """Tensors of one layer w_OI of shape [rows, inputs]."""
     if scheme.name == "nvfp4":
-        return [
+        out = [
             Part("codes", "weight", "U8", (rows, inputs // 2)),
             Part("scale", "weight_scale", "F8_E4M3", (rows, inputs // 16)),
             Part("multiplier", "weight_scale_2", "F32", ()),
         ]
+        return [*out, Part("input_scale", "input_scale", "F32", ())] if input_scale else out
     codes = Part("codes", "weight", "F8_E4M3", (rows, inputs))
     if scheme.name == "fp8-tensor":
         if not input_scale:
             raise QuantkitError(
                 "ModelOpt's per-tensor FP8 needs a static input scale, which only calibration can measure",
-                allowed="fp8-channel or fp8-block, or `input_scale: <number>` in the rule",
+                allowed="fp8-channel or fp8-block; `input_scale: amax` in the rule, or a number",
                 hint="input_scale 1.0 holds activations up to 448",
             )
         return [codes, Part("tensor_scale", "weight_scale", "F32", ()), Part("input_scale", "input_scale", "F32", ())]
@@ -45,17 +46,23 @@ def parts(scheme: QuantScheme, rows: int, inputs: int, *, half: bool, input_scal
     return [codes, Part("scale", "weight_scale", "F32", shape)]
 
 
-def _group(scheme: QuantScheme) -> dict[str, Any]:
+def _group(scheme: QuantScheme, static_input: bool) -> dict[str, Any]:
     base: dict[str, Any] = {"dynamic": False, "num_bits": 4 if scheme.element == "e2m1" else 8, "type": "float"}
     if scheme.name == "nvfp4":
-        return {"weights": base | {"group_size": 16}, "input_activations": None, "targets": ["Linear"]}
+        blocks = base | {"group_size": 16}
+        return {"weights": blocks, "input_activations": blocks if static_input else None, "targets": ["Linear"]}
     inputs = base | {"dynamic": scheme.name != "fp8-tensor"}
     return {"weights": base, "input_activations": inputs, "targets": ["Linear"]}
 
 
+def _said(scheme: QuantScheme, static_input: bool) -> str:
+    """ModelOpt's name for a scheme and what is done to the activations."""
+    return "NVFP4" if scheme.name == "nvfp4" and static_input else ALGORITHM[scheme.name]
+
+
 def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> Mapping[str, Any]:
     """Both configuration files."""
-    schemes = {layer.scheme.name: layer.scheme for layer in layers if layer.scheme}
+    schemes = {_said(layer.scheme, layer.static_input): layer for layer in layers if layer.scheme}
     if len(schemes) > 1:
         raise QuantkitError(
             "mixed schemes in the modelopt format",
@@ -63,14 +70,15 @@ def config(layers: Sequence[Layer], ignore: Sequence[str], *, fp8_kv: bool) -> M
             allowed="one scheme for all quantised layers",
             hint="use --format compressed-tensors for a mix",
         )
-    scheme = next(iter(schemes.values()))
-    algorithm = ALGORITHM[scheme.name]
+    ((algorithm, layer),) = schemes.items()
+    scheme = layer.scheme
+    assert scheme is not None
     group = {"group_size": 16} if scheme.name == "nvfp4" else {"group_size": None}
     return {
         "config.json": {
             "quant_method": "modelopt",
             "quant_algo": algorithm,
-            "config_groups": {"group_0": _group(scheme)},
+            "config_groups": {"group_0": _group(scheme, layer.static_input)},
             "ignore": list(ignore),
             "producer": PRODUCER,
             **({"kv_cache_scheme": FP8_KV} if fp8_kv else {}),

@@ -2,7 +2,8 @@
 
 One pass over a block shows every linear layer's inputs, from which a method chooses codes; the unpacked result takes
 the weight's place, and a second pass gives the states that enter the next block, so each block sees what the served
-model will give it. Keys and values are measured in that second pass. A block's results are on the disk before the next
+model will give it. Keys and values, and the ranges of activations that will be quantised, are measured in that second
+pass. A block's results are on the disk before the next
 one begins.
 
 Letters: T tokens, I inputs, O outputs, N samples, L tokens of a sample.
@@ -27,7 +28,8 @@ from quantkit.export.checkpoint import Reader, text_config
 from quantkit.kernels.errors import QuantkitError, join_errors
 from quantkit.quantize.calibrated import Factors, choose_codes
 from quantkit.quantize.decoded import DecodedWeights
-from quantkit.quantize.plan import Plan, Step
+from quantkit.quantize.input_scales import block_scales, measured_sets, measured_tasks
+from quantkit.quantize.plan import Plan, Step, Task
 from quantkit.quantize.recipe import CALIBRATED, Method
 from quantkit.quantize.run_folder import RunFolder, Stored, write_tensors
 
@@ -74,10 +76,10 @@ def calibrate(
 def steps_of_blocks(plan: Plan, model: BlockModel) -> list[list[Step]]:
     """The wanted steps of each block; raises QuantkitError for layers that a forward pass never reaches."""
     found: list[list[Step]] = [[] for _ in range(model.num_blocks)]
-    strange = []
+    strange = [_unreachable(n) for n, t in measured_tasks(plan).items() if _block_of(t, plan, model) is None]
     for step in wanted_steps(plan):
-        layer = plan.placed[step.tasks[0].weight.name].layer
-        if layer is None or layer >= model.num_blocks or len(step.tasks[0].weight.shape) != 2:
+        layer = _block_of(step.tasks[0], plan, model)
+        if layer is None:
             strange.append(_unreachable(step.tasks[0].name))
         else:
             found[layer].append(step)
@@ -86,11 +88,17 @@ def steps_of_blocks(plan: Plan, model: BlockModel) -> list[list[Step]]:
     return found
 
 
+def _block_of(task: Task, plan: Plan, model: BlockModel) -> int | None:
+    """The block that a layer is in; None when none runs it, or when it is a share of fused experts."""
+    layer = plan.placed[task.weight.name].layer
+    return layer if layer is not None and layer < model.num_blocks and len(task.weight.shape) == 2 else None
+
+
 def _unreachable(name: str) -> QuantkitError:
     return QuantkitError(
         "a layer that a forward pass does not reach cannot be calibrated",
         tensor=name,
-        hint="give it a data-free method, or keep it",
+        hint="give it a data-free method and no measured input scale, or keep it",
     )
 
 
@@ -125,6 +133,7 @@ def _run_block(
         watch = Watch(sets, device=settings.device)
         for _, state in block.run_all(states, observe=watch):
             advance(_tokens(state))
+        watch.check_finite()
         for names in sets:
             hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
             for step in (s for s in steps if s.tasks[0].name in names):
@@ -140,15 +149,20 @@ def _run_block(
     text = text_config(plan.source.config)
     stats = KVStats(rope_of(text), text.get("kv_lora_rank")) if wanted else None
     length = int(states[0].hidden.shape[1])
-    watch = Watch(kv=stats, sampled=[t.name for s in steps for t in s.tasks], length=length)
+    measured = measured_tasks(plan)
+    inputs = measured_sets(block, measured)
+    sampled = {*(t.name for s in steps for t in s.tasks), *measured}
+    watch = Watch(kv=stats, sampled=sampled, length=length, blocks=inputs)
     for i, state in block.run_all(states, observe=watch):
         states[i] = state
         advance(_tokens(state))
+    watch.check_finite()
     samples = {f"inputs.{n}": x for n, x in watch.samples.items()} | (stats.samples() if stats else {})
     if samples:
         write_tensors(folder.samples_file(block.index), {n: bfloat16(x) for n, x in samples.items()})
     return {
         "layers": dict(sorted(layers.items())),
+        "inputs": block_scales(inputs, measured, watch),
         "kv": [layer.to_json() for layer in stats.finish()] if stats else [],
     }
 

@@ -20,11 +20,12 @@ from quantkit.calibrate.tokens import Samples
 from quantkit.export.checkpoint import Reader, read_tensors
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.calibration import Settings, calibrate, wanted_steps
+from quantkit.quantize.input_scales import gathered
 from quantkit.quantize.plan import Plan
 from quantkit.quantize.recorded import FILE
 from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, RunFolder, write_json, write_tensors
 
-VERSION = 1  # raised when the same run would give other bytes
+VERSION = 2  # raised when the same run would give other bytes
 
 
 def identity(plan: Plan, samples: Samples) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def check_recipe(plan: Plan) -> None:
     if not plan.recipe.needs_calibration:
         raise QuantkitError(
             "the recipe needs no calibration", file=plan.recipe.name,
-            hint="`quantkit export` carries it out; a rule with `method: gptq`, or `kv_cache`, needs one",
+            hint="`quantkit export` carries it out; `method: gptq`, a measured `input_scale` and `kv_cache` need one",
         )  # fmt: skip
 
 
@@ -82,6 +83,7 @@ def _finish(plan: Plan, samples: Samples, folder: RunFolder) -> None:
             allowed=len(wanted), tensor=missing[0] if missing else None,
         )  # fmt: skip
     kv = [LayerKV.from_json(layer) for block in blocks for layer in block["kv"]]
+    inputs = gathered(plan, blocks)
     scales = _scales(plan, kv, samples)
     _gather_samples(folder)
     write_json(
@@ -92,6 +94,7 @@ def _finish(plan: Plan, samples: Samples, folder: RunFolder) -> None:
                      "samples": list(samples.ids_NL.shape)},
             "kv_scales": {str(n): _scale_json(s) for n, s in scales.items()},
             "kv": [layer.to_json() for layer in kv],
+            "input_scales": inputs,
             "layers": layers,
             "weights": _digests(folder),
         },

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.plan import Task
-from quantkit.quantize.roles import Placed, tp_facts
+from quantkit.quantize.roles import Placed, shared_inputs, tp_facts
 
 TP_SIZES = (1, 2, 4, 8, 16)
 GROUPS = (128, 64, 32)
@@ -107,19 +107,27 @@ def tensor_parallel(
     return table, faults
 
 
+def _stored(task: Task) -> str:
+    """How a layer is stored, and its activations quantised, in words."""
+    if task.scheme is None or task.fate == "decode":
+        return "as published"
+    rule = task.input_scale
+    return task.scheme.name if rule is None else f"{task.scheme.name} with input_scale {rule}"
+
+
 def check_fused(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[QuantkitError]:
-    """Sets that an engine fuses into one layer must be stored in one way."""
+    """Sets that an engine fuses into one layer must be stored in one way, and so must the experts of a layer."""
     sets: dict[str, dict[str, Task]] = {}
+    keys = shared_inputs(placed)
     for task in tasks:
-        fused = placed[task.weight.name].fused
-        if fused is not None and placed[task.weight.name].linear and task.fate != "drop":
-            stored = task.scheme.name if task.scheme and task.fate != "decode" else "as published"
-            sets.setdefault(fused, {}).setdefault(stored, task)
+        key = keys.get(task.weight.name)
+        if key is not None and placed[task.weight.name].linear and task.fate != "drop":
+            sets.setdefault(key, {}).setdefault(_stored(task), task)
     return [
         QuantkitError(
             "layers that engines fuse would be stored in different ways",
             tensor=next(iter(stored.values())).weight.name,
-            value=", ".join(f"{t.name.rpartition('.')[2]}: {how}" for how, t in stored.items()),
+            value=", ".join(f"{t.module.rpartition('.')[2]}: {how}" for how, t in stored.items()),
             allowed="one scheme for all layers of the set",
             hint="name the whole set in the rule",
         )

@@ -18,7 +18,7 @@ from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.plan import Matrix, Task
-from quantkit.quantize.recipe import CALIBRATED, Recipe, Rule
+from quantkit.quantize.recipe import CALIBRATED, InputScale, Recipe, Rule
 from quantkit.quantize.roles import Placed, roles_of
 
 AUTO_GROUPS = (128, 64, 32)
@@ -46,8 +46,9 @@ def methods_of(scheme: QuantScheme) -> tuple[str, ...]:
 class Fates:
     """The inputs of one plan, and the faults found so far. Used once, by `make_plan`."""
 
-    def __init__(self, recipe: Recipe, source: Checkpoint, format_name: str) -> None:
+    def __init__(self, recipe: Recipe, source: Checkpoint, format_name: str, input_scales: Mapping[str, float]) -> None:
         self.recipe = recipe
+        self.input_scales = input_scales
         self.source = source
         self.format_name = format_name
         self.format: Format = format_module(format_name)
@@ -135,7 +136,8 @@ class Fates:
             ):
                 tasks.append(Task(name, "keep", placed.role, weight))
             elif self.same(weight, scheme):
-                tasks.append(Task(name, "pass", placed.role, weight, scheme=scheme))
+                scale = self.input_scale(rule, weight.module)
+                tasks.append(Task(name, "pass", placed.role, weight, scheme=scheme, input_scale=scale))
             elif scheme.element == "float":
                 tasks += self.decoded(weight, placed.role, scheme)
             else:
@@ -145,9 +147,13 @@ class Fates:
                     )
                 method = rule.method.name if rule.method else DEFAULT_METHOD[family(scheme)]
                 for module, matrix in self.matrices(weight, placed, scheme):
-                    task = Task(module, "quantize", placed.role, weight, matrix, scheme, method, rule.input_scale)
-                    tasks.append(task)
+                    scale = self.input_scale(rule, module)
+                    tasks.append(Task(module, "quantize", placed.role, weight, matrix, scheme, method, scale))
         return tasks
+
+    def input_scale(self, rule: Rule, module: str) -> float | InputScale | None:
+        """What a rule says of the inputs of a layer: the measured number where a calibration run gave one."""
+        return rule.input_scale if rule.measured is None else self.input_scales.get(module, rule.measured)
 
     def same(self, weight: Weight, scheme: QuantScheme) -> bool:
         """True when the source holds just the numbers that the scheme asks for, scales in a dtype that engines take."""
@@ -230,20 +236,20 @@ class Fates:
 
     def _passed(self, task: Task, scheme: QuantScheme) -> list[Part]:
         """Parts of a weight whose bytes are copied: dtypes of the source where only the label differs."""
-        weight = task.weight
-        if weight.extra:
+        weight, static = task.weight, task.input_scale is not None
+        if weight.extra and not static:
             self.fault(
                 "the source has activation scales, which cannot be carried into another format yet",
                 weight,
                 value=weight.extra[0].name,
-                allowed="recipe keep (as published), or `scheme: bf16` and another scheme",
+                allowed="recipe keep (as published), `input_scale` in the rule, or `scheme: bf16` and another scheme",
             )
         if len(weight.shape) != 2:
             self.fault("fused experts cannot change their format", weight, allowed="--format mxfp4, or keep")
             return []
         half = "scale" in weight.parts and weight.parts["scale"].dtype == "F16"
         out = []
-        for part in self.format.parts(scheme, *weight.shape, half=half, input_scale=False):
+        for part in self.format.parts(scheme, *weight.shape, half=half, input_scale=static):
             own = weight.parts.get(part.kind)
             if own is not None and part.kind == "shape":
                 out.append(replace(part, dtype=own.dtype))

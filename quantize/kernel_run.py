@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
-from quantkit.export.sources.packed import packed_rows
+from quantkit.export.sources.packed import input_scale, packed_rows
 from quantkit.export.sources.rows import Buffers, row_source
+from quantkit.kernels.cpu.activations import quantize_activations
 from quantkit.kernels.cpu.compare import products, sq_difference
 from quantkit.kernels.cpu.gemm import matmul
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
@@ -56,6 +57,13 @@ def outputs_off(y_TR: F32, x_TI: F32, hat_RI: F32) -> int:
     return int(np.count_nonzero(~(np.abs(y_TR - decoded_TR) <= AGREES * size_TR)))
 
 
+def _quantized(x_TI: F32, scale: float) -> F32:
+    """Activations as a W4A4 kernel sees them."""
+    seen_TI = np.empty_like(x_TI)
+    quantize_activations(x_TI, np.float32(scale), seen_TI)
+    return seen_TI * np.float32(scale)
+
+
 def run_kernel(pair: Pair, inputs_of: Inputs, reader: Reader) -> KernelRun | None:
     """The run of one pair; None when the output is not packed, or in an encoding without a kernel."""
     out = pair.output
@@ -69,6 +77,9 @@ def run_kernel(pair: Pair, inputs_of: Inputs, reader: Reader) -> KernelRun | Non
     source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader, Buffers())
     decoded = row_source(out, rows, inputs, out_row, None, reader, Buffers())
     x_TI, recorded = inputs_of(out.module, inputs)
+    # W4A4 on what was recorded: a measured scale says nothing of random inputs
+    scale = input_scale(out, reader) if recorded and packed.scheme.has_global else None
+    seen_TI = x_TI if scale is None else _quantized(x_TI, scale)
     w_RI, hat_RI = (np.empty((chunk_rows(inputs, packed.multiple), inputs), np.float32) for _ in range(2))
     off, sums, sums_w = 0, np.zeros(2, np.float64), np.zeros(2, np.float64)
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
@@ -77,8 +88,8 @@ def run_kernel(pair: Pair, inputs_of: Inputs, reader: Reader) -> KernelRun | Non
         for at, n in chunks_of(n_rows, inputs, packed.multiple):
             source.decode(first + at, n, w_RI[:n])
             decoded.decode(first + at, n, hat_RI[:n])
-            y_TR = matmul(x_TI, packed.read(first + at, n, reader))
-            off += outputs_off(y_TR, x_TI, hat_RI[:n])
+            y_TR = matmul(x_TI, packed.read(first + at, n, reader), input_scale=scale)
+            off += outputs_off(y_TR, seen_TI, hat_RI[:n])
             exact_TR, size_TR = np.empty_like(y_TR), np.empty_like(y_TR)
             products(x_TI, w_RI[:n], exact_TR, size_TR)
             sums += (np.sum((y_TR - exact_TR) ** 2, dtype=np.float64), np.sum(exact_TR**2, dtype=np.float64))

@@ -6,6 +6,7 @@ import errno
 import os
 
 import numpy as np
+from numpy.typing import NDArray
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.rows import KMajorRows
 from quantkit.kernels.errors import QuantkitError
@@ -14,6 +15,7 @@ from quantkit.quantize.plan import Out, Task
 from quantkit.quantize.target import NUMPY, Target
 
 COPY_BYTES = 8 << 20
+INPUT_SCALES = frozenset({"input_scale", "input_divisor"})  # of activations: numbers of the plan, not of the source
 
 
 def pass_through(task: Task, target: Target) -> None:
@@ -28,6 +30,8 @@ def pass_through(task: Task, target: Target) -> None:
             source = named.get("scale")
         if source is not None and source.nbytes == out.nbytes:
             copy_tensor(source, out, target)
+        elif out.kind in INPUT_SCALES:
+            target.write(out, stored_input_scale(task, out.kind))
         elif out.kind == "shape":
             target.write(out, np.array(task.weight.shape, NUMPY[out.dtype]))
         elif out.kind in ("divisor", "multiplier"):
@@ -36,6 +40,13 @@ def pass_through(task: Task, target: Target) -> None:
             target.write(out, (np.float32(1) / value).astype(np.float32))
         else:
             raise QuantkitError("internal: no source for a tensor of the plan", tensor=out.name, value=out.kind)
+
+
+def stored_input_scale(task: Task, kind: str) -> NDArray[np.float32]:
+    """The scale of a layer's activations as a tensor: a multiplier or, as `input_divisor`, its reciprocal."""
+    assert isinstance(task.input_scale, float), task.name  # a rule was refused before (`run.py`)
+    value = np.array([task.input_scale], np.float32)
+    return value if kind == "input_scale" else np.float32(1) / value
 
 
 def _repack_gptq(task: Task, target: Target) -> None:

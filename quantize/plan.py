@@ -21,7 +21,7 @@ from quantkit.export.formats import Layer
 from quantkit.export.safetensors_file import Slot
 from quantkit.export.sources.detect import Weight
 from quantkit.kernels.scheme import QuantScheme
-from quantkit.quantize.recipe import Recipe
+from quantkit.quantize.recipe import InputScale, Recipe
 from quantkit.quantize.roles import Family, Placed
 
 Fate = Literal["keep", "pass", "decode", "quantize", "drop"]
@@ -60,7 +60,10 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What happens to one tensor, or to one matrix of a linear layer."""
+    """What happens to one tensor, or to one matrix of a linear layer.
+
+    input_scale  the fixed scale of its inputs, or the rule by which a calibration run has yet to measure one
+    """
 
     name: str
     fate: Fate
@@ -69,9 +72,14 @@ class Task:
     matrix: Matrix | None = None
     scheme: QuantScheme | None = None
     method: str = ""
-    input_scale: float | None = None
+    input_scale: float | InputScale | None = None
     reason: str = ""
     outs: tuple[Out, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The linear layer that is written."""
+        return self.name if self.fate == "quantize" else self.weight.module
 
     @property
     def share(self) -> float:

@@ -23,7 +23,8 @@ from quantkit.quantize.roles import matches_role
 def is_published(fates: Fates, tasks: Sequence[Task]) -> bool:
     """True when only copies are asked for, and the source is in the target format already or no scheme is named."""
     asked = {t.fate for t in tasks}
-    if asked & {"quantize", "decode"} or fates.source.calibrated:
+    given = any(t.input_scale is not None for t in tasks)
+    if asked & {"quantize", "decode"} or fates.source.calibrated or given:
         return False
     method = quantization_config(fates.source.config).get("quant_method")
     return "pass" not in asked or method == fates.format_name
@@ -43,9 +44,7 @@ def _layers(fates: Fates, tasks: Sequence[Task]) -> tuple[list[Layer], list[str]
         placed = fates.placed[task.weight.name]
         is_matrix = task.weight.name.endswith(".weight") and len(task.weight.shape) == 2
         if quantized:
-            layers.append(
-                Layer(task.name if task.fate == "quantize" else task.weight.module, task.scheme, task.input_scale)
-            )
+            layers.append(Layer(task.module, task.scheme, static_input=task.input_scale is not None))
         elif (
             task.fate != "drop"
             and is_matrix
@@ -81,9 +80,15 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: without_quantization(v) if isinstance(v, dict) and k.endswith("_config") else v for k, v in bare.items()}
 
 
-def make_plan(recipe: Recipe, source: Checkpoint, *, format_name: str | None = None, tp: Sequence[int] = ()) -> Plan:
-    """The complete plan of one output; raises QuantkitError with every fault found."""
-    fates = Fates(recipe, source, format_name or recipe.output.format)
+def make_plan(
+    recipe: Recipe, source: Checkpoint, *, format_name: str | None = None, tp: Sequence[int] = (),
+    input_scales: Mapping[str, float] | None = None,
+) -> Plan:  # fmt: skip
+    """The complete plan of one output; raises QuantkitError with every fault found.
+
+    input_scales  by layer, as a calibration run measured them; a layer that waits for one is planned all the same
+    """
+    fates = Fates(recipe, source, format_name or recipe.output.format, input_scales or {})
     tasks = fates.tasks()
     published = is_published(fates, tasks)
     if not published:

@@ -101,6 +101,36 @@ class Method(Strict):
         return self.name in CALIBRATED
 
 
+def _as_input_scale(value: Any) -> Any:
+    return {"rule": value} if isinstance(value, str) else value
+
+
+class InputScale(Strict):
+    """How a calibration run chooses the fixed scale of a layer's inputs: the rules of `calibrate/input_scales.py`.
+
+    rule      amax: headroom * largest magnitude.  nvfp4_act_headroom: room above the blocks that were seen, as much as
+              the smallest ones leave
+    headroom  amax: room for values that the calibration text did not show, 1.25 unless given
+    """
+
+    rule: Literal["nvfp4_act_headroom", "amax"]
+    headroom: float | None = Field(default=None, ge=1, le=16)
+
+    def __str__(self) -> str:
+        return self.rule if self.rule != "amax" else f"amax x {self.factor:g}"
+
+    @property
+    def factor(self) -> float:
+        """What the rule amax multiplies with."""
+        return 1.25 if self.headroom is None else self.headroom
+
+    @model_validator(mode="after")
+    def _options(self) -> InputScale:
+        if self.rule != "amax" and self.headroom is not None:
+            raise ValueError(f"the rule {self.rule!r} makes its own headroom: `headroom` goes with `amax`")
+        return self
+
+
 class Rule(Strict):
     """One rule: `keep: true` (bytes as published), `drop: <reason>`, or a `scheme`.
 
@@ -108,7 +138,8 @@ class Rule(Strict):
                  inputs of every weight of the rule
     method       how codes are chosen: a search of `quantkit.kernels.cpu.rows.METHODS` (by default the best one), or one
                  of CALIBRATED; a name, or a mapping with options
-    input_scale  fp8-tensor only: a static activation scale to be written, where no calibration measures one
+    input_scale  nvfp4 and fp8-tensor: activations are quantised as well, under one fixed scale for the tensor. A
+                 calibration run measures it by a rule (a name, or a mapping with options); a number is taken as it is
     """
 
     match: Match
@@ -117,7 +148,9 @@ class Rule(Strict):
     scheme: Annotated[str, AfterValidator(_known_scheme)] | None = None
     group: Group | None = None
     method: Annotated[Method | None, BeforeValidator(_as_method)] = None
-    input_scale: float | None = Field(default=None, gt=0)
+    input_scale: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | InputScale | None, BeforeValidator(_as_input_scale)
+    ] = None
 
     @model_validator(mode="after")
     def _one_fate(self) -> Rule:
@@ -127,9 +160,16 @@ class Rule(Strict):
             raise ValueError("`group`, `method` and `input_scale` go with `scheme`")
         if self.group and not (self.scheme or "").startswith("int4"):
             raise ValueError("`group` is for int4 schemes: the groups of the others are fixed by their format")
-        if self.input_scale and self.scheme != "fp8-tensor":
-            raise ValueError("`input_scale` is for fp8-tensor")
+        if self.input_scale and self.scheme not in ("fp8-tensor", "nvfp4"):
+            raise ValueError("`input_scale` is for nvfp4 and fp8-tensor")
+        if self.measured and self.scheme != "nvfp4" and self.measured.rule == "nvfp4_act_headroom":
+            raise ValueError("the rule nvfp4_act_headroom is for nvfp4, here: amax")
         return self
+
+    @property
+    def measured(self) -> InputScale | None:
+        """The rule of an input scale that a calibration run measures."""
+        return self.input_scale if isinstance(self.input_scale, InputScale) else None
 
     def with_group(self, group: int | str) -> QuantScheme:
         """The int4 scheme of this rule with another group."""
@@ -183,7 +223,8 @@ class Recipe(Strict):
     @property
     def needs_calibration(self) -> bool:
         """True when a rule or the cache needs activations."""
-        return self.kv_cache is not None or any(r.method is not None and r.method.calibrated for r in self.weights)
+        chosen = any(r.method is not None and r.method.calibrated for r in self.weights)
+        return chosen or self.kv_cache is not None or any(r.measured for r in self.weights)
 
     @property
     def output(self) -> Output:

@@ -119,6 +119,21 @@ def matches_role(role: str, pattern: str) -> bool:
     return pattern in ("*", role) or role.startswith(pattern + ".")
 
 
+def shared_inputs(placed: Mapping[str, Placed]) -> dict[str, str]:
+    """Weight -> key of the set that engines keep one scale of activations for.
+
+    A fused set has one input; of the experts of a layer gate and up have one scale, down another.
+    """
+    keys = {}
+    for name, place in placed.items():
+        if place.expert is not None:
+            stem = name.partition(".experts.")[0]
+            keys[name] = f"{stem}.experts.*.{'down' if place.part == 'down' else 'gate_up'}"
+        elif place.fused is not None:
+            keys[name] = place.fused
+    return keys
+
+
 def roles_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> tuple[dict[str, Placed], Family]:
     """The role of every tensor, and what is known of the family.
 

@@ -27,7 +27,7 @@ from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
 from quantkit.quantize.plan import Plan, Shard, Step
-from quantkit.quantize.recipe import CALIBRATED
+from quantkit.quantize.recipe import CALIBRATED, InputScale
 from quantkit.quantize.target import Target
 from quantkit.quantize.work import Measured, run_step
 
@@ -143,12 +143,15 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
 
 
 def _check_calibrated(plan: Plan) -> None:
-    """Refuse layers whose method needs activations: they come out of a calibration run with their codes chosen."""
-    left = [t for t in plan.tasks if t.fate == "quantize" and t.method in CALIBRATED]
+    """Refuse layers that need activations: a calibration run gives their codes and the scales of their inputs."""
+    codes = [t for t in plan.tasks if t.fate == "quantize" and t.method in CALIBRATED]
+    left = codes or [t for t in plan.tasks if isinstance(t.input_scale, InputScale)]
     if left:
+        rule = left[0].input_scale
+        what = f"the input scale {rule.rule}" if isinstance(rule, InputScale) else f"the method {left[0].method}"
         raise QuantkitError(
-            f"the method {left[0].method} needs a calibration run", file=plan.recipe.name, tensor=left[0].name,
-            value=f"{len(left)} layers without calibrated codes",
+            f"{what} needs a calibration run", file=plan.recipe.name, tensor=left[0].name,
+            value=f"{len(left)} layers without calibrated codes or input scales",
             hint="`quantkit calibrate SOURCE -r RECIPE -o RUN`, then `quantkit export RUN -o OUT`",
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from quantkit.export.checkpoint import read_json
 from quantkit.export.safetensors_file import layout, write_all
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import sync_folder
@@ -69,6 +70,14 @@ def write_json(path: Path, content: Any) -> None:
         os.fsync(f.fileno())
     partial.rename(path)
     sync_folder(path.parent)
+
+
+def measured_scales(folder: Path | None) -> dict[str, float]:
+    """The measured scales of activations by layer, of a finished run; empty without one."""
+    if folder is None or not (folder / RESULT).is_file():
+        return {}
+    layers = read_json(folder / RESULT).get("input_scales") or {}
+    return {name: float(facts["input_scale"]) for name, facts in layers.items()}
 
 
 class RunFolder:

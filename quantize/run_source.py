@@ -1,7 +1,8 @@
 """A finished calibration run, opened for `export`: its recipe, and its source with the run laid over it.
 
-Layers come from the run's weights as they are. The scales of the KV cache are numbers until here: which tensors they
-become depends on the engine and the format, and so does whether an FP8 cache may be switched on at all.
+Layers come from the run's weights as they are; scales of activations become numbers of the plan. The scales of the KV
+cache are numbers until here: which tensors they become depends on the engine and the format, and so does whether an FP8
+cache may be switched on at all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quantkit.quantize.plan import Plan
 from quantkit.quantize.planner import make_plan
 from quantkit.quantize.recipe import Recipe
 from quantkit.quantize.roles import roles_of
-from quantkit.quantize.run_folder import RESULT, RUN, write_tensors
+from quantkit.quantize.run_folder import RESULT, RUN, measured_scales, write_tensors
 
 KV = "kv"
 TP = (1, 2, 4, 8, 16)  # sizes that get a JSON of scales unless others are asked for
@@ -75,8 +76,11 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
     per_rank  SGLang's JSON has a scale for the heads of each rank, rather than one for all ranks
     """
     form = format_name or run.recipe.output.format
+    inputs = measured_scales(run.folder)
     if not run.scales:
-        return make_plan(run.recipe, overlaid(run.source, run.folder), format_name=form, tp=tp)
+        return make_plan(
+            run.recipe, overlaid(run.source, run.folder), format_name=form, tp=tp, input_scales=inputs
+        )  # fmt: skip
     rules = kv_rules(engine, form, run.config)
     if rules.reason:
         sys.stderr.write(f"KV cache: {rules.reason}\n")
@@ -87,7 +91,7 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
         file.parent.mkdir(exist_ok=True)
         write_tensors(file, {n: ("F32", (1,), np.asarray(x, np.float32)) for n, x in tensors.items()})
     source = overlaid(run.source, run.folder, kv=file, fp8_kv=rules.fp8)
-    plan = make_plan(run.recipe, source, format_name=form, tp=tp)
+    plan = make_plan(run.recipe, source, format_name=form, tp=tp, input_scales=inputs)
     return replace(plan, files={**plan.files, **_json_files(run, tuple(tp) or TP, per_rank=per_rank)})
 
 

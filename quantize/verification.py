@@ -31,6 +31,7 @@ from quantkit.export.verify import (
     check_scales,
     manifest_of,
 )
+from quantkit.export.verify_inputs import check_input_scales
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.measure import relative_error, sqnr_db
 from quantkit.quantize.compare import Compared, compare
@@ -39,7 +40,8 @@ from quantkit.quantize.kv_run import KVRun, kv_runs, stored_scales
 from quantkit.quantize.overlay import WEIGHTS, overlaid
 from quantkit.quantize.pairs import Pair, pairs_of
 from quantkit.quantize.recorded import inputs_from, recorded_tensors
-from quantkit.quantize.roles import Placed, roles_of
+from quantkit.quantize.roles import Placed, roles_of, shared_inputs
+from quantkit.quantize.run_folder import measured_scales
 
 # A searched scale is never worse than the plain one. Left is the rounding of sums: 1e-5, extreme weights 1e-3.
 TOLERANCE = 1.001
@@ -143,6 +145,7 @@ def verify_checkpoint(
         checks = check_files(checkpoint, manifest)
         checks.append(check_scales(weights, reader))
         checks.append(check_fused(weights, fused, reader))
+        checks += check_input_scales(checkpoint, weights, shared_inputs(placed), reader, measured_scales(run))
         ours = manifest is not None and manifest.get("format") != "as published"
         checks.append(check_config(checkpoint, weights, _linear(weights, placed), ours=ours))
         if source is not None:

@@ -22,7 +22,7 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.packed import pack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
-from quantkit.quantize.passing import pass_through
+from quantkit.quantize.passing import INPUT_SCALES, pass_through, stored_input_scale
 from quantkit.quantize.plan import Matrix, Out, Step, Task
 from quantkit.quantize.target import NUMPY, Target
 
@@ -164,8 +164,8 @@ def _write_constants(
     for kind in ("multiplier", "tensor_scale"):
         if kind in outs:
             target.write(outs[kind], np.array([global_scale(task.scheme, shared or 0.0)], np.float32))
-    if "input_scale" in outs:
-        target.write(outs["input_scale"], np.array([task.input_scale], np.float32))
+    for kind in INPUT_SCALES & outs.keys():
+        target.write(outs[kind], stored_input_scale(task, kind))
 
 
 def _decode(task: Task, target: Target) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
+from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import GROUP_OF, global_scale, scale_values
 from quantkit.kernels.matrix import PackedMatrix, ScaleBits, code_bytes, scale_shape
@@ -98,3 +99,17 @@ def packed_rows(weight: Weight, first_row: int, reader: Reader) -> PackedRows | 
         global_scale=float(global_scale(weight, reader)),
         multiple=BLOCK if scheme.granularity == "block" else 8,
     )
+
+
+def input_scale_tensor(weight: Weight) -> TensorInfo | None:
+    """The stored scale of a layer's activations, in either dialect: `input_global_scale` is a divisor."""
+    return next((t for t in weight.extra if t.name.endswith((".input_scale", ".input_global_scale"))), None)
+
+
+def input_scale(weight: Weight, reader: Reader) -> float | None:
+    """The multiplier under which a layer's activations are quantised; None where the checkpoint stores none."""
+    info = input_scale_tensor(weight)
+    if info is None:
+        return None
+    value = scale_values(info, reader.read(info))[0]
+    return float(np.float32(1) / value if info.name.endswith(".input_global_scale") else value)
