@@ -14,14 +14,19 @@ A row that none of this makes better than the data-free search keeps that. Where
 strongest damping, so does the whole matrix, and `fallback` says why. Columns of inputs that were never different from
 zero (`dead`) are rounded to nearest.
 
-The matrix products run on the device of the Hessian, the inner loops on the CPU.
-Shape suffixes: O outputs, I inputs, G groups.
+Rows do not know of one another once there is a factor: they are worked on in chunks of a fixed size, which keeps a
+chunk in the cache, the memory small, and the result the same on any number of threads. The matrix products run on the
+device of the Hessian, the inner loops on the CPU.
+Shape suffixes: O outputs (of a chunk, where a function is given one), I inputs, G groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 from quantkit.kernels.cpu.gptq import gptq_block
 from quantkit.kernels.cpu.rows import RowParts
@@ -30,8 +35,10 @@ from quantkit.kernels.linalg import LADDER, damped_factor
 from quantkit.kernels.scheme import QuantScheme
 from quantkit.quantize.methods.descent import sweep
 from quantkit.quantize.methods.grid import F32, Grid, Rule, decoded, make_grid, nearest_to, parts_of, saturated
-from quantkit.quantize.methods.threads import by_rows
+from quantkit.quantize.methods.threads import side_by_side
 from torch import Tensor
+
+ROWS = 128  # of a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +61,12 @@ class GptqOptions:
 class Factor:
     """What all matrices that see the same inputs share. `upper_II` and `order_I` are None where `failed` says why."""
 
-    h_II: Tensor  # the Hessian, float32  # noqa: N815
+    h_II: Tensor  # the Hessian, float32; zeros in the rows and columns of dead inputs, which cost nothing  # noqa: N815
     upper_II: Tensor | None  # U of the damped Hessian in processing order  # noqa: N815
     order_I: Tensor | None  # noqa: N815
     damp: float
     dead_I: Tensor  # noqa: N815
+    added_I: Tensor  # what the damped matrix has on its diagonal beyond H  # noqa: N815
     failed: str | None = None
 
 
@@ -89,27 +97,31 @@ class Quantized:
 def factorise(hessian_II: Tensor, options: GptqOptions = GptqOptions()) -> Factor:
     """Order the columns and factorise: once for all matrices with these inputs. Never raises for bad numbers."""
     h_II = hessian_II.float()
-    diagonal_I = h_II.diagonal()
     if not bool(torch.isfinite(h_II).all()):
-        zeros = torch.zeros_like(h_II)
-        return Factor(zeros, None, None, 0.0, zeros.diagonal() > 0, "the Hessian holds NaN or infinity")
-    dead_I = diagonal_I <= 0
+        return _failed(torch.zeros_like(h_II), "the Hessian holds NaN or infinity", dead=False)
+    dead_I = h_II.diagonal() <= 0
     if bool(dead_I.all()):
-        return Factor(h_II, None, None, 0.0, dead_I, "the layer saw no input")
-    filled_II = h_II.clone()
-    filled_II[dead_I, :] = 0
-    filled_II[:, dead_I] = 0
-    filled_II.diagonal()[dead_I] = diagonal_I[~dead_I].mean()
+        return _failed(h_II, "the layer saw no input")
+    if bool(dead_I.any()):
+        h_II = h_II.clone()
+        h_II[dead_I, :] = 0
+        h_II[:, dead_I] = 0
+    fill_I = dead_I * h_II.diagonal()[~dead_I].mean()
     order_I = torch.arange(len(h_II), device=h_II.device)
     if options.act_order:
-        order_I = torch.argsort(filled_II.diagonal(), descending=True, stable=True)
+        order_I = torch.argsort(h_II.diagonal() + fill_I, descending=True, stable=True)
     ladder = (options.damp, *(d for d in LADDER if d > options.damp))
-    found = damped_factor(filled_II[order_I][:, order_I], ladder)
+    ordered_II = h_II[order_I][:, order_I]
+    ordered_II.diagonal().add_(fill_I[order_I])
+    found = damped_factor(ordered_II, ladder)
     if found is None:
-        return Factor(
-            h_II, None, None, 0.0, dead_I, f"the Hessian has no Cholesky factor with damping up to {ladder[-1]}"
-        )
-    return Factor(filled_II, found[0], order_I, found[1], dead_I)
+        return _failed(h_II, f"the Hessian has no Cholesky factor with damping up to {ladder[-1]}")
+    return Factor(h_II, found[0], order_I, found[1], dead_I, fill_I + found[1] * ordered_II.diagonal().mean())
+
+
+def _failed(h_II: Tensor, reason: str | None, *, dead: bool = True) -> Factor:
+    diagonal_I = h_II.diagonal()
+    return Factor(h_II, None, None, 0.0, (diagonal_I <= 0) & dead, torch.zeros_like(diagonal_I), reason)
 
 
 def quantize(
@@ -130,12 +142,23 @@ def quantize(
         raise QuantkitError(
             "a weight of another width than its Hessian", value=list(w_OI.shape), allowed=len(factor.h_II)
         )
-    device = factor.h_II.device
-    w_OI = w_OI.to(device, torch.float32).contiguous()
+    w_OI = w_OI.to(factor.h_II.device, torch.float32).contiguous()
+    bad_O = ~torch.isfinite(w_OI.sum(1))
+    if bool(bad_O.any()):
+        raise QuantkitError(
+            "a weight is not a finite number", value=f"NaN or infinity in row {int(bad_O.nonzero()[0])}"
+        )
+    args = (factor, scheme, half, amax, options)
+    return _joined(side_by_side([partial(_rows, chunk_OI, *args) for chunk_OI in w_OI.split(ROWS)]))
+
+
+def _rows(
+    w_OI: Tensor, factor: Factor, scheme: QuantScheme, half: bool, amax: float | None, options: GptqOptions
+) -> Quantized:
+    """Quantise the rows of one chunk."""
     w = w_OI.cpu().numpy()
     searched = make_grid(w, scheme, "search", None, half=half, amax=amax)
-    h_II = factor.h_II * (~factor.dead_I)[:, None]  # dead inputs cost nothing
-    best = _Best(w_OI, h_II, searched)
+    best = _Best(w_OI, factor.h_II, searched)
     best.offer(nearest_to(searched, w_OI), searched)
     plain_O = best.loss_O
     costs = _costs(factor)
@@ -151,12 +174,34 @@ def quantize(
         w_hat_OI=torch.from_numpy(decoded(best.grid, parts.codes, w.shape[1])),
         loss=float(best.loss_O.sum()),
         loss_plain=float(plain_O.sum()),
-        norm=float(losses(w_OI, h_II)[0].sum()),
+        norm=float(losses(w_OI, factor.h_II)[0].sum()),
         damp=factor.damp,
         fallback=factor.failed,
         kept_rows=int((best.loss_O == plain_O).sum()),
         saturated=saturated(best.grid, parts.codes, w.shape[1]),
         dead=int(factor.dead_I.sum()),
+    )
+
+
+def _joined(chunks: Sequence[Quantized]) -> Quantized:
+    """Chunks of rows as the matrix they are of."""
+    parts = [c.parts for c in chunks]
+    zeros = [p.zero for p in parts if p.zero is not None]
+    return replace(
+        chunks[0],
+        parts=RowParts(
+            codes=np.concatenate([p.codes for p in parts]),
+            scale=np.concatenate([p.scale for p in parts]),
+            zero=np.concatenate(zeros) if zeros else None,
+            sq_err_R=np.concatenate([p.sq_err_R for p in parts]),
+            sq_norm_R=np.concatenate([p.sq_norm_R for p in parts]),
+        ),
+        w_hat_OI=torch.cat([c.w_hat_OI for c in chunks]),
+        loss=sum(c.loss for c in chunks),
+        loss_plain=sum(c.loss_plain for c in chunks),
+        norm=sum(c.norm for c in chunks),
+        kept_rows=sum(c.kept_rows for c in chunks),
+        saturated=sum(c.saturated for c in chunks),
     )
 
 
@@ -167,8 +212,7 @@ def round_to_nearest(
 
     hessian_II  finite; its diagonal weighs the inputs
     """
-    h_II = hessian_II.float()
-    return quantize(w_OI, Factor(h_II, None, None, 0.0, h_II.diagonal() <= 0), scheme, half=half, amax=amax)
+    return quantize(w_OI, _failed(hessian_II.float(), None), scheme, half=half, amax=amax)
 
 
 class _Best:
@@ -186,14 +230,10 @@ class _Best:
     def sweep(self, factor: Factor, block: int) -> None:
         """One more round of coordinate descent, which keeps the slopes up to date: they are not computed anew."""
         hat_OI, grid = self.hat_OI.clone(), self.grid.copy()
-        extra = factor.damp * float(factor.h_II.diagonal().mean())
-        added_I = factor.h_II.diagonal() * factor.dead_I + extra  # what the damped matrix has on its diagonal beyond H
-        damped_II = self.h_II.clone()
-        damped_II.diagonal().add_(added_I)
-        slope_OI = self.slope_OI + (self.w_OI - hat_OI) * added_I
-        sweep(damped_II, grid, hat_OI, slope_OI, block)
+        slope_OI = self.slope_OI + (self.w_OI - hat_OI) * factor.added_I
+        sweep(self.h_II, factor.added_I, grid, hat_OI, slope_OI, block)
         d_OI = self.w_OI - hat_OI
-        slope_OI -= d_OI * added_I
+        slope_OI -= d_OI * factor.added_I
         self._take(hat_OI, grid, (slope_OI.double() * d_OI).sum(1), slope_OI)
 
     def _take(self, hat_OI: Tensor, grid: Grid, loss_O: Tensor, slope_OI: Tensor) -> None:
@@ -234,12 +274,8 @@ def _compensated(w_OI: Tensor, factor: Factor, grid: Grid, block: int) -> Tensor
         part = left_OI[:, here].cpu().contiguous()
         hat, error = torch.empty_like(part), torch.empty_like(part)
         corner = upper_II[here, here].cpu().contiguous().numpy()
-
-        def share(o: slice) -> None:
-            arrays = part[o].numpy(), corner, scale[o], zero[o], group_I[here], grid.fp4  # noqa: B023
-            gptq_block(*arrays, hat[o].numpy(), error[o].numpy())  # noqa: B023
-
-        by_rows(len(w_OI), share)
+        arrays = part.numpy(), corner, scale, zero, group_I[here], grid.fp4
+        gptq_block(*arrays, hat.numpy(), error.numpy())
         hat_OI[:, here] = hat.to(hat_OI.device)
         left_OI[:, rest] -= error.to(hat_OI.device) @ upper_II[here, rest]
     found_OI = torch.empty_like(hat_OI)

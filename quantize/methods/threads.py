@@ -1,22 +1,30 @@
-"""Rows of a matrix, shared out over the threads that torch may use: no row knows of another, kernels free the GIL."""
+"""Independent pieces of work on the threads that torch may use.
+
+A thread has one BLAS thread: how a matrix product is split up changes its sums, and the number of threads must not show
+in the result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
-_MULTIPLE = 64  # rows that the inner loops take side by side
+T = TypeVar("T")
 
 
-def by_rows(rows: int, work: Callable[[slice], None]) -> None:
-    """Call `work` with slices that make up all rows; raises what it raises."""
+def side_by_side(work: Sequence[Callable[[], T]]) -> list[T]:
+    """The result of each piece, in order; raises what one raises."""
     threads = torch.get_num_threads()
-    size = -(-rows // (threads * _MULTIPLE)) * _MULTIPLE
-    shares = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
-    if len(shares) == 1:
-        work(shares[0])
-        return
-    with ThreadPoolExecutor(len(shares)) as pool:
-        list(pool.map(work, shares))
+
+    def alone(piece: Callable[[], T]) -> T:
+        torch.set_num_threads(1)
+        return piece()
+
+    try:
+        with ThreadPoolExecutor(min(threads, len(work))) as pool:
+            return list(pool.map(alone, work))
+    finally:
+        torch.set_num_threads(threads)
