@@ -10,7 +10,8 @@ Letters: T tokens, O outputs (rows), I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from quantkit.calibrate.block_load import Experts, Piece, pieces_of
 from quantkit.calibrate.block_names import Target
 from quantkit.calibrate.block_sweep import sweep
 from quantkit.calibrate.observe import (
+    AllSeen,
     Cache,
     Observer,
     attention_watched,
@@ -88,11 +90,25 @@ class Block:
         for i, state in enumerate(states):
             yield i, self.run(state, observe, cache)
 
+    def show_all(self, states: Activations, observe: Observer, sets: Collection[tuple[str, ...]]) -> Iterator[State]:
+        """Show the observer the inputs of these sets of `linears`, for every state, which is given back as it was.
+
+        A block without experts among them is run only as far as that takes.
+        """
+        every = {names for _, names in self._sets()}
+        if not every.issuperset(sets):
+            yield from (states[i] for i, _ in self.run_all(states, observe))
+            return
+        for state in states:
+            with contextlib.suppress(AllSeen):
+                self.run(state, observe, only=sets)
+            yield state
+
     def run(
         self, state: State, observe: Observer | None = None, cache: Cache | None = None, *,
-        experts: Callable[..., torch.Tensor] | None = None,
+        experts: Callable[..., torch.Tensor] | None = None, only: Collection[tuple[str, ...]] | None = None,
     ) -> State:  # fmt: skip
-        """The state that enters the next block.
+        """The state that enters the next block; raises AllSeen once the observer was shown the sets `only`.
 
         `observe` is shown the inputs of every set of `linears` and what the attention caches; `cache` replaces the keys
         and values that the attention of this block reads; `experts` stands in for its routed experts.
@@ -106,7 +122,7 @@ class Block:
             if observe is not None:
                 path = self._owner.layer_name(self.index)
                 sets = [(self._owner.model.get_submodule(f"{path}.{first}"), names) for first, names in self._sets()]
-                stack.enter_context(linears_watched(sets, observe))
+                stack.enter_context(linears_watched(sets, observe, only))
             if observe is not None or cache is not None:
                 attention = attention_watched(self.module, config._attn_implementation, self.index, observe, cache)
                 stack.enter_context(attention)

@@ -52,6 +52,14 @@ def open_model(
     return BlockModel(model, layers, names, weights, dtype=dtype, device=torch.device(device), scratch=scratch)
 
 
+def fast_dtype(device: str) -> torch.dtype:
+    """bfloat16 on a GPU and on a CPU that multiplies bfloat16 in hardware (elsewhere it is slower), else float32."""
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") else torch.float32
+
+
 class BlockModel:
     """A model whose weights come and go. `unused` are tensors of the checkpoint outside its forward (MTP, vision)."""
 

@@ -11,7 +11,7 @@ N samples of one batch, L tokens of a sample, R RoPE values of an MLA key.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ import torch
 
 # (layer, keys [T, H, D], values [T, H, D]) -> the same as they come back from a quantised cache
 Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class AllSeen(Exception):  # noqa: N818  (leaves the model's forward, no error)
+    """What was to be observed has been: the rest of the block need not run."""
 
 
 class Observer(Protocol):
@@ -128,8 +132,14 @@ def attention_watched(
 
 
 @contextmanager
-def linears_watched(sets: Sequence[tuple[torch.nn.Module, tuple[str, ...]]], observe: Observer) -> Iterator[None]:
-    """Show the observer the input of each set; the module is the one of the set that runs first."""
+def linears_watched(
+    sets: Sequence[tuple[torch.nn.Module, tuple[str, ...]]], observe: Observer, only: Collection[tuple[str, ...]] | None
+) -> Iterator[None]:
+    """Show the observer the input of each set; the module is the one of the set that runs first.
+
+    With `only`, AllSeen leaves the model's forward once these sets have been shown.
+    """
+    missing = None if only is None else set(only)
     with ExitStack() as stack:
         for module, names in sets:
 
@@ -137,6 +147,10 @@ def linears_watched(sets: Sequence[tuple[torch.nn.Module, tuple[str, ...]]], obs
                 x_TI = args[0].reshape(-1, args[0].shape[-1])
                 if len(x_TI):
                     observe.linear(names, x_TI)
+                if missing is not None:
+                    missing.discard(names)
+                    if not missing:
+                        raise AllSeen
 
             stack.callback(module.register_forward_pre_hook(hook).remove)
         yield

@@ -38,13 +38,15 @@ BATCH_TOKENS = 4096  # of samples that are run together
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What of a run does not change its result.
+    """How a run is carried out. Of all this only `dtype` shows in the result.
 
     memory  bytes for hidden states, and as many for Hessians; more goes to files, or is gathered in several passes
+    dtype   of weights and hidden states; statistics are float32 and up
     """
 
     memory: int
     device: str = "cpu"
+    dtype: torch.dtype = torch.float32
     trust_remote_code: bool = False
 
 
@@ -61,8 +63,8 @@ def calibrate(
     with Reader() as reader, ExitStack() as stack:
         weights = DecodedWeights(plan.source, reader)
         model = open_model(
-            plan.source.folder, weights, device=settings.device, trust_remote_code=settings.trust_remote_code,
-            scratch=folder.folder,
+            plan.source.folder, weights, dtype=settings.dtype, device=settings.device,
+            trust_remote_code=settings.trust_remote_code, scratch=folder.folder,
         )  # fmt: skip
         steps = steps_of_blocks(plan, model)
         states = stack.enter_context(_states(model, ids_NL, folder, settings))
@@ -131,7 +133,7 @@ def _run_block(
     methods = methods_by_layer(plan, steps)
     for sets in _waves(block, steps, settings.memory):
         watch = Watch(sets, device=settings.device)
-        for _, state in block.run_all(states, observe=watch):
+        for state in block.show_all(states, watch, sets):
             advance(_tokens(state))
         watch.check_finite()
         for names in sets:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from quantkit.calibrate.kv_records import LayerKV
 from quantkit.calibrate.kv_scales import KVScale, choose_scales
 from quantkit.calibrate.tokens import Samples
@@ -28,7 +29,7 @@ from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, RunFolder
 VERSION = 2  # raised when the same run would give other bytes
 
 
-def identity(plan: Plan, samples: Samples) -> dict[str, Any]:
+def identity(plan: Plan, samples: Samples, dtype: torch.dtype) -> dict[str, Any]:
     """What decides the result of a run; `source` alone may change (a folder that was moved)."""
     n, length = samples.ids_NL.shape
     return {
@@ -39,6 +40,7 @@ def identity(plan: Plan, samples: Samples) -> dict[str, Any]:
         "source config": plan.identity()["source config"],
         "text": {"origin": samples.origin, "digest": samples.digest, "seed": samples.seed},
         "samples": [n, length],
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -62,7 +64,7 @@ def calibrate_into(
     Raises QuantkitError for a folder of another run, a recipe that needs no calibration, and a gate that is missed.
     """
     check_recipe(plan)
-    with RunFolder(out, identity(plan, samples)) as folder:
+    with RunFolder(out, identity(plan, samples, settings.dtype)) as folder:
         if not (out / RESULT).is_file():
             calibrate(plan, samples.ids_NL, folder, settings, advance)
             _finish(plan, samples, folder)

@@ -39,11 +39,13 @@ def text_source(text: str | None, dataset: str | None) -> str | None:
 
 def calibrate_command(
     source: str, recipe: str, out: Path, group: str | None, text: str | None, dataset: str | None, samples: int | None,
-    seq_len: int | None, seed: int | None, memory: str, device: str, min_expert_tokens: int, as_json: bool,
+    seq_len: int | None, seed: int | None, memory: str, device: str, dtype: str, min_expert_tokens: int, as_json: bool,
     *, trust_remote_code: bool,
 ) -> None:  # fmt: skip
     """`quantkit calibrate`."""
     check_installed()
+    import torch
+    from quantkit.calibrate.blocks import fast_dtype
     from quantkit.calibrate.tokens import read_samples
     from quantkit.quantize.calibration import Settings
     from quantkit.quantize.calibration_run import calibrate_into, check_recipe
@@ -58,7 +60,8 @@ def calibrate_command(
         seq_len=seq_len or wanted.seq_len, seed=wanted.seed if seed is None else seed,
         vocab=vocabulary(plan.source.config), trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    settings = Settings(budget, device, trust_remote_code)
+    run_in: torch.dtype = fast_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+    settings = Settings(budget, device, run_in, trust_remote_code)
     begun = time.monotonic()
     try:
         layers = int(text_config(plan.source.config)["num_hidden_layers"])

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from quantkit.kernels.errors import QuantkitError
@@ -137,6 +137,10 @@ def calibrate(
     group: GroupSize = None,
     memory: Annotated[str, typer.Option("--memory", help="For hidden states, and as much for Hessians.")] = "4GB",
     device: Device = "cpu",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option("--dtype", help="Of weights and states; auto: bfloat16 where the hardware has it."),
+    ] = "auto",
     min_expert_tokens: Annotated[
         int, typer.Option("--min-expert-tokens", min=0, help="Fail when a routed expert saw fewer.")
     ] = 0,
@@ -150,8 +154,8 @@ def calibrate(
     from quantkit.quantize.cli.calibrate_commands import calibrate_command
 
     calibrate_command(
-        source, recipe, out, group, text, dataset, samples, seq_len, seed, memory, device, min_expert_tokens, json,
-        trust_remote_code=trust_remote_code,
+        source, recipe, out, group, text, dataset, samples, seq_len, seed, memory, device, dtype, min_expert_tokens,
+        json, trust_remote_code=trust_remote_code,
     )  # fmt: skip
 
 

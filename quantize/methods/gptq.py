@@ -149,7 +149,7 @@ def quantize(
             "a weight is not a finite number", value=f"NaN or infinity in row {int(bad_O.nonzero()[0])}"
         )
     args = (factor, scheme, half, amax, options)
-    return _joined(side_by_side([partial(_rows, chunk_OI, *args) for chunk_OI in w_OI.split(ROWS)]))
+    return _joined(side_by_side([partial(_rows, chunk_OI, *args) for chunk_OI in torch.split(w_OI, ROWS)]))
 
 
 def _rows(
