@@ -12,6 +12,7 @@ I inputs.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,6 +135,7 @@ class BlockModel:
         finally:
             for _, store in experts.values():
                 store.close()
+            _return_memory()
 
     def run_layer(self, index: int, state: State) -> State:
         """The loaded layer `index` on one state; use `Block.run`."""
@@ -232,6 +234,13 @@ class BlockModel:
             m: ({f"{m}.{leaf}": t for leaf, t in inner.items()}, Experts(self.loader, inner, left, self.scratch))
             for m, inner in found.items()
         }
+
+
+def _return_memory() -> None:
+    """Give what a block has freed back to the system: else holes between blocks add up, 0.1 GB in a model of 30."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def _moved(rest: tuple[Any, ...] | None, device: torch.device) -> tuple[Any, ...] | None:

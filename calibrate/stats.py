@@ -81,8 +81,9 @@ class HessianSum:
 
     def finish(self) -> Hessian:
         """The symmetric matrix."""
-        upper_II = self._upper_II.triu()
-        return Hessian(upper_II + upper_II.triu(1).T, self.tokens, self.dropped)
+        h_II = self._upper_II.triu()
+        h_II += h_II.triu(1).T
+        return Hessian(h_II, self.tokens, self.dropped)
 
 
 def blend(own: Hessian, layer: Hessian, kappa: float | None = None) -> Hessian:

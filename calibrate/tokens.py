@@ -27,7 +27,7 @@ Ids = NDArray[np.int32]
 Order = Literal["seeded", "first"]
 
 MIN_SEQ_LEN = 8
-PIECE = 1 << 24  # characters that are tokenised in one call
+PIECE = 1 << 18  # characters that are tokenised in one call, which keeps a hundred bytes for each
 ID_SUFFIXES = (".npy", ".safetensors", ".json")
 
 

@@ -23,13 +23,18 @@ def inverse_factor(h_II: Tensor, damp: float) -> Tensor | None:
 
     h_II  float32 or float64, symmetric, no dead columns (a zero on the diagonal);  damp  a share of the mean diagonal
     """
-    damped_II = h_II.double().flip(0, 1).contiguous()
+    # of these matrices no more than three are in memory at once: they are the peak of a calibration run
+    damped_II = h_II.flip(0, 1).double()
     damped_II.diagonal().add_(damp * float(h_II.diagonal().double().mean()))
-    lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+    factor_II, failed = torch.linalg.cholesky_ex(damped_II)
+    del damped_II
     if int(failed):
         return None
+    factor_II = factor_II.flip(0, 1)
     one_II = torch.eye(len(h_II), dtype=torch.float64, device=h_II.device)
-    upper_II = torch.linalg.solve_triangular(lower_II.flip(0, 1), one_II, upper=True).float()
+    upper_II = torch.linalg.solve_triangular(factor_II, one_II, upper=True)
+    del factor_II, one_II
+    upper_II = upper_II.float()
     usable = bool(torch.isfinite(upper_II).all()) and bool((upper_II.diagonal() > 0).all())
     return upper_II if usable else None
 

@@ -33,7 +33,7 @@ from quantkit.quantize.plan import Plan, Step, Task
 from quantkit.quantize.recipe import CALIBRATED, Method
 from quantkit.quantize.run_folder import RunFolder, Stored, write_tensors
 
-BATCH_TOKENS = 4096  # of samples that are run together
+BATCH_TOKENS = 2048  # of samples that are run together
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def factorise(hessian_II: Tensor, options: GptqOptions = GptqOptions()) -> Facto
     if options.act_order:
         order_I = torch.argsort(h_II.diagonal() + fill_I, descending=True, stable=True)
     ladder = (options.damp, *(d for d in LADDER if d > options.damp))
-    ordered_II = h_II[order_I][:, order_I]
+    ordered_II = h_II[order_I[:, None], order_I]
     ordered_II.diagonal().add_(fill_I[order_I])
     found = damped_factor(ordered_II, ladder)
     if found is None:
@@ -221,7 +221,7 @@ class _Best:
     def __init__(self, w_OI: Tensor, h_II: Tensor, grid: Grid) -> None:
         self.w_OI, self.h_II, self.grid = w_OI, h_II, grid.copy()
         self.hat_OI = self.slope_OI = torch.zeros_like(w_OI)  # slope: (W - W_hat) H
-        self.loss_O = torch.full((len(w_OI),), torch.inf, dtype=torch.float64, device=w_OI.device)
+        self.loss_O = torch.full((len(w_OI),), torch.inf, device=w_OI.device)
 
     def offer(self, hat_OI: Tensor, grid: Grid) -> None:
         """Measure a result and take the rows that lose less; one whose loss is not a number does not."""
@@ -234,7 +234,7 @@ class _Best:
         sweep(self.h_II, factor.added_I, grid, hat_OI, slope_OI, block)
         d_OI = self.w_OI - hat_OI
         slope_OI -= d_OI * factor.added_I
-        self._take(hat_OI, grid, (slope_OI.double() * d_OI).sum(1), slope_OI)
+        self._take(hat_OI, grid, torch.linalg.vecdot(slope_OI, d_OI), slope_OI)
 
     def _take(self, hat_OI: Tensor, grid: Grid, loss_O: Tensor, slope_OI: Tensor) -> None:
         better_O = loss_O < self.loss_O
@@ -245,9 +245,9 @@ class _Best:
 
 
 def losses(d_OI: Tensor, h_II: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of every row, d H d^T, and D H: products in float32, the sums of the losses in float64."""
+    """Loss of every row, d H d^T, and D H."""
     slope_OI = d_OI @ h_II
-    return (slope_OI.double() * d_OI).sum(1), slope_OI
+    return torch.linalg.vecdot(slope_OI, d_OI), slope_OI
 
 
 def _costs(factor: Factor) -> F32 | None:
