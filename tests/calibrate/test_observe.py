@@ -5,10 +5,13 @@
 Letters: N samples, L tokens of a sample, T tokens of all, H KV heads, Q query heads, D head values, E experts.
 """
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from families import FAMILIES, load_tensors
 from model_weights import plain, reference, token_ids
+from quantkit.calibrate.activations import Activations
 from quantkit.calibrate.blocks import open_model
 from transformers import DynamicCache
 
@@ -241,6 +244,28 @@ def test_the_attention_reads_what_the_cache_gives_back(family, made):
     assert layers == sorted([*range(model.num_blocks)] * (2 if mla else 1))
     rows = seen.latents[0] if mla else seen.kv_rows[0][1]
     assert not torch.equal(rows, coarse(rows))  # the observer sees what goes into the cache
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_showing_some_sets_stops_early_and_shows_the_same(family, made):
+    _, model, _ = made(family)
+    states = Activations([model.start(token_ids(2, LENGTH))], memory=1 << 30)
+    for wanted in (slice(None), slice(0, 1)):
+        with model.block(0) as block:
+            sets = block.linears()[wanted]
+            whole, part, ends = Seen(), Seen(), Mock(return_value=None)
+            hook = block.module.register_forward_hook(ends)
+            block.run(states[0], whole)
+            given = list(block.show_all(states, part, sets))
+            hook.remove()
+        assert torch.equal(given[0].hidden, states[0].hidden)
+        for names in sets:
+            assert (names[0] in part.inputs) == (names[0] in whole.inputs)  # not every expert gets a token
+            if names[0] in whole.inputs:
+                assert torch.equal(part.inputs[names[0]], whole.inputs[names[0]])
+        stopped = not any(".experts." in n for names in sets for n in names)
+        assert ends.call_count == (1 if stopped else 2), "the block was run to its end where it need not be"
+    states.close()
 
 
 def test_tables_of_transformers_are_as_before_even_after_an_error(made):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,20 @@ def test_memory_changes_nothing(llama: Path, tmp_path: Path) -> None:
     assert files_of(tmp_path / "much") == files_of(tmp_path / "little")
 
 
+def test_in_bfloat16_codes_and_scales_are_nearly_the_same(llama: Path, tmp_path: Path) -> None:
+    plan = plan_for(llama, tmp_path)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        out = tmp_path / str(dtype)
+        result = calibrate_into(out, plan, samples(), replace(SETTINGS, dtype=dtype))
+        assert json.loads((out / "run.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        losses = [layer["loss"] / layer["loss_data_free"] for layer in result["layers"].values()]
+        found[dtype] = np.median(losses), result["kv_scales"]["0"]["k"]
+    exact, fast = found.values()
+    assert fast == pytest.approx(exact, rel=0.05)
+    assert fast != exact  # the dtype was used
+
+
 def test_weights_as_published_with_kv_scales(llama: Path, tmp_path: Path) -> None:
     plan = make_plan(load_recipe("keep-kv-fp8"), open_checkpoint(llama))
     calibrate_into(tmp_path / "run", plan, samples(), SETTINGS)
@@ -158,6 +173,8 @@ def test_refuses_another_text_another_recipe_and_a_recipe_without_calibration(ll
         calibrate_into(tmp_path / "run", plan_for(llama, tmp_path, more=""), samples(), SETTINGS)
     with pytest.raises(QuantkitError, match="needs no calibration"):
         calibrate_into(tmp_path / "p", make_plan(load_recipe("keep"), open_checkpoint(llama)), samples(), SETTINGS)
+    with pytest.raises(QuantkitError, match="another run: dtype changed"):
+        calibrate_into(tmp_path / "run", plan, samples(), replace(SETTINGS, dtype=torch.bfloat16))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
     with pytest.raises(QuantkitError, match="holds other files"):
