@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,21 @@ def text_source(text: str | None, dataset: str | None) -> str | None:
     return text if text is not None else dataset
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The text of a calibration as the command line asks for it; None is what the recipe says."""
+
+    text: str | None = None
+    dataset: str | None = None
+    samples: int | None = None
+    seq_len: int | None = None
+    seed: int | None = None
+    trust_remote_code: bool = False
+
+
 def calibrate_command(
-    source: str, recipe: str, out: Path, group: str | None, text: str | None, dataset: str | None, samples: int | None,
-    seq_len: int | None, seed: int | None, memory: str, device: str, dtype: str, min_expert_tokens: int, as_json: bool,
-    *, trust_remote_code: bool,
+    source: str, recipe: str, out: Path, group: str | None, reading: Reading, memory: str, device: str, dtype: str,
+    min_expert_tokens: int, as_json: bool,
 ) -> None:  # fmt: skip
     """`quantkit calibrate`."""
     check_installed()
@@ -56,12 +68,12 @@ def calibrate_command(
     check_recipe(plan)
     wanted = plan.recipe.calibration
     read = read_samples(
-        text_source(text, dataset), plan.source.folder, samples=samples or wanted.samples,
-        seq_len=seq_len or wanted.seq_len, seed=wanted.seed if seed is None else seed,
-        vocab=vocabulary(plan.source.config), trust_remote_code=trust_remote_code,
+        text_source(reading.text, reading.dataset), plan.source.folder, samples=reading.samples or wanted.samples,
+        seq_len=reading.seq_len or wanted.seq_len, seed=wanted.seed if reading.seed is None else reading.seed,
+        vocab=vocabulary(plan.source.config), trust_remote_code=reading.trust_remote_code,
     )  # fmt: skip
     run_in: torch.dtype = fast_dtype(device) if dtype == "auto" else getattr(torch, dtype)
-    settings = Settings(budget, device, run_in, trust_remote_code)
+    settings = Settings(budget, device, run_in, reading.trust_remote_code)
     begun = time.monotonic()
     try:
         layers = int(text_config(plan.source.config)["num_hidden_layers"])

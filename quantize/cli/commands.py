@@ -106,9 +106,9 @@ def plan_command(
 
 def export_command(
     source: str, recipe: str | None, out: Path, format_name: str | None, group: str | None, tp: Sequence[int],
-    jobs: int, memory: str, as_json: bool, *, verify: bool, engine: str = "vllm", per_rank: bool = False,
-) -> None:  # fmt: skip
-    """`quantkit export` and `quantkit quantize`."""
+    jobs: int, memory: str, as_json: bool, *, engine: str = "vllm", per_rank: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """`quantkit export`; returns the facts that `as_json` prints."""
     from quantkit.kernels.cpu import FIRST_RUN
     from quantkit.quantize.capacity import plan_facts, step_bytes
     from quantkit.quantize.journal import check_target
@@ -134,19 +134,13 @@ def export_command(
         "out": str(out), "bytes_in": summary.bytes_in, "bytes_out": summary.bytes_out, "seconds": summary.seconds,
         "resumed_steps": summary.resumed, "peak_memory_bytes": peak,
     }  # fmt: skip
-    failed = False
-    if verify:
-        report = _verify(out, open_checkpoint(source), None, jobs)
-        result["verify"] = report.as_json()
-        show.report(report)
-        failed = not report.passed
     if as_json:
         emit(result)
-    if failed:
-        sys.exit(1)
+    return result
 
 
-def _verify(checkpoint: Path, source: Checkpoint | None, run: Path | None, jobs: int) -> Any:
+def verified(checkpoint: Path, source: Checkpoint | None, run: Path | None, jobs: int) -> Any:
+    """The report of a checkpoint, with progress shown."""
     from quantkit.quantize.progress import progress
     from quantkit.quantize.verification import verify_checkpoint
 
@@ -161,7 +155,7 @@ def verify_command(checkpoint: str, source: str | None, run: Path | None, jobs: 
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise QuantkitError("no such folder", file=checkpoint)
-    report = _verify(folder, open_checkpoint(source) if source else None, run, jobs)
+    report = verified(folder, open_checkpoint(source) if source else None, run, jobs)
     if as_json:
         emit(report.as_json())
     show.report(report)

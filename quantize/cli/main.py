@@ -46,6 +46,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+Text = Annotated[
+    str | None,
+    typer.Option("--text", help=".txt, .jsonl or .parquet file, or token ids (.npy, .safetensors, .json)."),
+]
+Dataset = Annotated[
+    str | None, typer.Option("--dataset", help="Data set as NAME[:CONFIG][:SPLIT], loaded by `datasets`.")
+]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", help="Names of KV scales: vllm, sglang, trtllm, transformers. After calibration only."),
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...: where blocks are run.")]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
+]
+Samples = Annotated[int | None, typer.Option("--samples", min=1, help="The recipe's by default.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of a sample.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Chooses the samples.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option("--dtype", help="Of weights and states; auto: bfloat16 where the hardware has it."),
+]
+
+
 @app.command()
 def plan(
     source: Source,
@@ -73,9 +97,7 @@ def export(
     format: FormatName = None,
     group: GroupSize = None,
     tp: TpSizes = None,
-    engine: Annotated[
-        str, typer.Option("--engine", help="Names of KV scales: vllm, sglang, trtllm, transformers. Of a RUN only.")
-    ] = "vllm",
+    engine: Engine = "vllm",
     kv_per_rank: Annotated[
         bool, typer.Option("--kv-per-rank", help="SGLang's JSON has scales of each rank's heads.")
     ] = False,
@@ -88,7 +110,7 @@ def export(
 
     export_command(
         source, recipe, out, format, group, tp or [], jobs, memory, json,
-        verify=False, engine=engine, per_rank=kv_per_rank,
+        engine=engine, per_rank=kv_per_rank,
     )  # fmt: skip
 
 
@@ -100,28 +122,34 @@ def quantize(
     format: FormatName = None,
     group: GroupSize = None,
     tp: TpSizes = None,
+    engine: Engine = "vllm",
+    text: Text = None,
+    dataset: Dataset = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
     jobs: Jobs = CORES,
-    memory: Memory = "512MB",
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="512MB, or 4GB for a recipe that needs calibration, by default.")
+    ] = None,
+    trust_remote_code: RemoteCode = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write only, as `export` does.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Write the checkpoint, then verify what is on the disk against the source."""
-    from quantkit.quantize.cli.commands import export_command
+    """Write the checkpoint, then verify what is on the disk against the source.
 
-    export_command(source, recipe, out, format, group, tp or [], jobs, memory, json, verify=not no_verify)
+    A recipe that needs calibration is calibrated first, in the run folder OUT.run.
+    """
+    from quantkit.quantize.cli.calibrate_commands import Reading
+    from quantkit.quantize.cli.quantize_command import quantize_command
 
-
-Text = Annotated[
-    str | None,
-    typer.Option("--text", help=".txt, .jsonl or .parquet file, or token ids (.npy, .safetensors, .json)."),
-]
-Dataset = Annotated[
-    str | None, typer.Option("--dataset", help="Data set as NAME[:CONFIG][:SPLIT], loaded by `datasets`.")
-]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...: where blocks are run.")]
-RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
-]
+    reading = Reading(text, dataset, samples, seq_len, seed, trust_remote_code)
+    quantize_command(
+        source, recipe, out, format, group, tp or [], engine, reading, device, dtype, jobs, memory, json,
+        verify=not no_verify,
+    )  # fmt: skip
 
 
 @app.command()
@@ -131,16 +159,13 @@ def calibrate(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="Run folder; an unfinished one goes on.")],
     text: Text = None,
     dataset: Dataset = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="The recipe's by default.")] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of a sample.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Chooses the samples.")] = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     group: GroupSize = None,
     memory: Annotated[str, typer.Option("--memory", help="For hidden states, and as much for Hessians.")] = "4GB",
     device: Device = "cpu",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option("--dtype", help="Of weights and states; auto: bfloat16 where the hardware has it."),
-    ] = "auto",
+    dtype: Dtype = "auto",
     min_expert_tokens: Annotated[
         int, typer.Option("--min-expert-tokens", min=0, help="Fail when a routed expert saw fewer.")
     ] = 0,
@@ -151,12 +176,10 @@ def calibrate(
 
     Without --text and --dataset the text that comes with quantkit is used. An interrupted run goes on where it stopped.
     """
-    from quantkit.quantize.cli.calibrate_commands import calibrate_command
+    from quantkit.quantize.cli.calibrate_commands import Reading, calibrate_command
 
-    calibrate_command(
-        source, recipe, out, group, text, dataset, samples, seq_len, seed, memory, device, dtype, min_expert_tokens,
-        json, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    reading = Reading(text, dataset, samples, seq_len, seed, trust_remote_code)
+    calibrate_command(source, recipe, out, group, reading, memory, device, dtype, min_expert_tokens, json)
 
 
 @app.command()
