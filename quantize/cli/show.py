@@ -147,6 +147,14 @@ def calibration(out: Path, facts: dict[str, Any]) -> None:
             numbers = (f"{f['loss']:.5f}", f"{f['loss_data_free']:.5f}", f"{f['tokens']:,}", f"{f['damp']:.2f}")
             table.add_row(name, f["scheme"], *numbers)
         console.print(table)
+    if inputs := facts["input_scales"].values():
+        amax = [f["amax"] for f in inputs]
+        worst = [max(f[share] for f in inputs) for share in ("saturated", "underflow")]
+        console.print(
+            f"activations of {len(inputs)} layers: amax {min(amax):.4g} to {max(amax):.4g}, "
+            f"{sum(f['source'] == 'peer' for f in inputs)} from peers; largest share of blocks clipped {worst[0]:.2g}, "
+            f"under the normal range {worst[1]:.2g}"
+        )
     if facts["kv_scales"]:
         scales = facts["kv_scales"].values()
         ranges = [(min(s[p] for s in scales), max(s[p] for s in scales)) for p in "kv"]

@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 from oracle.dequantize import dequantize, read
 from quantkit.quantize.cli.main import app, run_app
 from safetensors.torch import save_file
@@ -28,11 +29,32 @@ def quantise(source: Path, out: Path, *options: str) -> Path:
 
     Runs the command in this process: two hundred starts of Python would take longer than the work.
     """
+    _command("quantize", source, "-o", out, *options)
+    return out
+
+
+def _command(*words: object) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        status = run_app(lambda: app(["quantize", str(source), "-o", str(out), *options]))
-    assert status == 0, f"quantkit quantize {source} {' '.join(options)}: exit {status}\n{printed.getvalue()}"
+        status = run_app(lambda: app([str(w) for w in words]))
+    assert status == 0, f"quantkit {' '.join(map(str, words))}: exit {status}\n{printed.getvalue()}"
+
+
+def calibrate(source: Path, out: Path, room: Path, *options: str, more: tuple[str, ...] = ()) -> Path:
+    """`quantkit calibrate` with random ids, export with `more` options, and verify; returns `out`."""
+    vocabulary = read_vocabulary(source)
+    np.save(room / "ids.npy", np.random.default_rng(0).integers(0, vocabulary, (8, 64)).astype(np.int32))
+    _command(
+        "calibrate", source, "-o", room / "run", "--text", room / "ids.npy", "--samples", 8, "--seq-len", 64, *options
+    )
+    _command("export", room / "run", "-o", out, *more)
+    _command("verify", out, "--source", source, "--run", room / "run")
     return out
+
+
+def read_vocabulary(source: Path) -> int:
+    """Number of token ids, of config.json."""
+    return int(json.loads((source / "config.json").read_text())["vocab_size"])
 
 
 def write_twin(source: Path, quantised: Path, out: Path) -> Path:

@@ -94,6 +94,15 @@ CASES = [
     ("gpt_oss", "gptoss-mxfp4"),
 ]
 
+# activations under scales that `quantkit calibrate` measures: (recipe, options of the export)
+STATIC_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "nvfp4-a4": ("nvfp4-a4", ()),
+    "modelopt-nvfp4-a4": ("nvfp4-a4", ("--format", "modelopt")),
+    "fp8-static": (every("fp8-tensor", more=", input_scale: amax"), ()),
+    "modelopt-fp8-static": (every("fp8-tensor", more=", input_scale: amax", format="modelopt"), ()),
+}
+STATIC_CASES = [(family, name) for family in ("llama", "qwen3_moe") for name in STATIC_FORMATS]
+
 DRAFT_CASES = [
     (family, name)
     for family in ("glm4_moe", "deepseek_v32", "glm_moe_dsa")
@@ -104,8 +113,13 @@ DRAFT_CASES = [
 def options(folder: Path, family: str, name: str) -> tuple[str, ...]:
     """The options of `quantkit quantize` for one case; a recipe of this file is written into `folder`."""
     chosen, more = EXPERT_FORMATS[name] if family not in DENSE and name in EXPERT_FORMATS else FORMATS[name]
-    if "\n" in chosen:
-        path = folder / f"{name}.yaml"
-        path.write_text(chosen)
-        chosen = str(path)
-    return ("-r", chosen, *more)
+    return ("-r", named(folder, name, chosen), *more)
+
+
+def named(folder: Path, name: str, chosen: str) -> str:
+    """What `-r` takes: a shipped recipe's name, or the path of one that is written here in full."""
+    if "\n" not in chosen:
+        return chosen
+    path = folder / f"{name}.yaml"
+    path.write_text(chosen)
+    return str(path)

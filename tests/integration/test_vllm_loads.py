@@ -14,16 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.checkpoints import quantise, write_twin
+from integration.checkpoints import calibrate, quantise, write_twin
 from integration.engine import Engine
-from integration.schemes import CASES, DRAFT_CASES, options
+from integration.schemes import CASES, DRAFT_CASES, STATIC_CASES, STATIC_FORMATS, named, options
 
 pytestmark = pytest.mark.vllm
 
 # Parameters that vLLM makes room for and these checkpoints have nothing for:
+CACHE = re.compile(r"attn\.([qkv]|prob)_(scale|zero_point)$")  # scales of the KV cache
 NOT_STORED = re.compile(
-    r"attn\.([qkv]|prob)_(scale|zero_point)$"  # scales of the KV cache
-    r"|\.(w13_|w2_)?input_(global_)?scale$"  # activation scales, which weight-only schemes do not use
+    CACHE.pattern + r"|\.(w13_|w2_)?input_(global_)?scale$"  # activation scales, which weight-only schemes do not use
 )
 # Each shard of a fused layer has its own, where vLLM keeps one: the shapes, which it does not read, and the static input
 # scale of gate and up, which it refuses when they differ.
@@ -46,6 +46,29 @@ def test_loads(family: str, name: str, source: Callable[[str], Path], room: Path
     assert result["differ"] == []
     assert [n for n in result["extra"] if not NOT_STORED.search(n)] == []
     assert result["dense"], "vLLM built no quantised layer"
+
+
+@pytest.mark.parametrize(("family", "name"), STATIC_CASES, ids=lambda value: value)
+def test_scales_of_activations_load(
+    family: str, name: str, source: Callable[[str], Path], room: Path, vllm: Engine
+) -> None:
+    """Every scale of activations that vLLM makes room for is filled, and each that is stored is used."""
+    plain = source(family)
+    recipe, more = STATIC_FORMATS[name]
+    written = calibrate(plain, room / "out", room, "-r", named(room, name, recipe), more=more)
+    twin = write_twin(plain, written, room / "twin")
+
+    result = vllm.run(task="load", folder=written, twin=twin)
+
+    assert "error" not in result, result["error"]
+    assert result["not_consumed"] == []
+    assert [n for n, *_ in result["half_filled"] if not CACHE.search(n)] == []
+    assert [n for n in result["written_twice"] if not SEVERAL.search(n)] == []
+    assert result["differ"] == []
+    assert result["dense"], "vLLM built no quantised layer"
+    assert all(result["input_scales"].values()), result["input_scales"]
+    layers = {n for n in result["dense"] if n in result["input_scales"]}
+    assert layers == set(result["dense"]), "a quantised layer has no scale of activations"
 
 
 @pytest.mark.parametrize(("family", "name"), DRAFT_CASES, ids=lambda value: value)

@@ -28,7 +28,7 @@ PARTS = (
     "weight_packed", "weight_zero_point", "weight", "weight_scale", "weight_scale_inv", "weight_scale_2",
     "weight_global_scale",
 )  # fmt: skip
-UNUSED = ("weight_shape", "input_scale")  # what the codes do not need
+UNUSED = ("weight_shape", "input_scale", "input_global_scale")  # what the codes do not need
 
 
 def dequantize(folder: Path) -> dict[str, Tensor]:

@@ -88,6 +88,20 @@ def _stand_behind(choose: Callable[..., Any], instead: Any, asked: list[str]) ->
             setattr(module, choose.__name__, choice)
 
 
+def input_scales(model: nn.Module) -> dict[str, bool]:
+    """Layers with stored scales of activations: whether each is one positive number for all shards and experts."""
+    found: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        if leaf.endswith(("input_scale", "input_global_scale")):
+            values = parameter.data.double().flatten()
+            sound = (
+                bool(torch.isfinite(values).all()) and bool((values > 0).all()) and bool((values == values[0]).all())
+            )
+            found[module] = found.get(module, True) and sound
+    return found
+
+
 def make_dense(model: nn.Module) -> list[str]:
     """Turn every quantised layer of a freshly loaded model into an unquantised one; returns their names."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod

@@ -83,6 +83,7 @@ def prepare(asked: list[str]) -> None:
             with self.seen:
                 super().load_weights(model, model_config)
             report = self.seen.report(model)
+            report["input_scales"] = dense.input_scales(model)
             report["dense"] = dense.make_dense(model)
             type(self).last = report
 
