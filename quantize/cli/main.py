@@ -9,11 +9,32 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import bench
+from quantkit.quantize.cli.options import (
+    CORES,
+    AsJson,
+    Dataset,
+    Device,
+    Dtype,
+    Engine,
+    FormatName,
+    GroupSize,
+    Jobs,
+    Memory,
+    OutFolder,
+    RecipeName,
+    RemoteCode,
+    Samples,
+    Seed,
+    SeqLen,
+    Source,
+    Text,
+    TpSizes,
+)
 
 app = typer.Typer(
     name="quantkit",
@@ -24,50 +45,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or a Hub id such as org/name.")]
-RecipeName = Annotated[
-    str, typer.Option("-r", "--recipe", help="A shipped recipe (see `quantkit recipes`) or a .yaml file.")
-]
-OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write; it must not hold anything yet.")]
-FormatName = Annotated[
-    str | None, typer.Option("--format", help="compressed-tensors, modelopt, fp8 or mxfp4; the recipe's by default.")
-]
-GroupSize = Annotated[
-    str | None,
-    typer.Option("--group", help="INT4 group of all INT4 rules: 32, 64, 128, channel, or auto (largest that divides)."),
-]
-TpSizes = Annotated[
-    list[int] | None, typer.Option("--tp", help="Tensor-parallel size that has to load; may be repeated.")
-]
-Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Threads; all cores by default.", show_default=False)]
-Memory = Annotated[str, typer.Option("--memory", help="Buffers of all threads together, such as 512MB or 4GB.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-Text = Annotated[
-    str | None,
-    typer.Option("--text", help=".txt, .jsonl or .parquet file, or token ids (.npy, .safetensors, .json)."),
-]
-Dataset = Annotated[
-    str | None, typer.Option("--dataset", help="Data set as NAME[:CONFIG][:SPLIT], loaded by `datasets`.")
-]
-Engine = Annotated[
-    str,
-    typer.Option("--engine", help="Names of KV scales: vllm, sglang, trtllm, transformers. After calibration only."),
-]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...: where blocks are run.")]
-RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
-]
-Samples = Annotated[int | None, typer.Option("--samples", min=1, help="The recipe's by default.")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of a sample.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Chooses the samples.")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16"],
-    typer.Option("--dtype", help="Of weights and states; auto: bfloat16 where the hardware has it."),
-]
 
 
 @app.command()
