@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
-from quantkit.export.sources.rows import Buffers, global_scale, row_source, scale_values
+from quantkit.export.sources.rows import Buffers, RowSource, global_scale, row_source, scale_values
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
 from quantkit.kernels.cpu.convert import f32_to_bf16
-from quantkit.kernels.cpu.rows import quantize_rows, requantize_rows, row_parts
+from quantkit.kernels.cpu.rows import RowParts, quantize_rows, requantize_rows, row_parts
+from quantkit.kernels.cpu.tails import add_moments, tail_loss, tail_weights
 from quantkit.kernels.elements import E4M3_VALUES
 from quantkit.kernels.measure import differing_codes
 from quantkit.kernels.packed import unpack_zero_points
@@ -32,7 +33,10 @@ COPY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came out: `differing` of `count` bytes, values or codes; sums of squares where `scheme` names one."""
+    """What came out: `differing` of `count` bytes, values or codes; sums of squares where `scheme` names one.
+
+    Of a layer made by `tails` the sums are those of its loss, in which every weight counts as much as there.
+    """
 
     name: str
     scheme: str
@@ -43,8 +47,8 @@ class Compared:
     sq_plain: float = 0.0
 
 
-def compare(pair: Pair, reader: Reader) -> Compared:
-    """Compare one pair."""
+def compare(pair: Pair, reader: Reader, *, tails: bool = False) -> Compared:
+    """Compare one pair; `tails`: its codes were chosen by that method."""
     out, src = pair.output, pair.source
     if out.encoding == "plain" and src.encoding == "plain":
         return _bytes(out.name, [(src.parts["codes"], out.parts["codes"])], reader)
@@ -55,7 +59,7 @@ def compare(pair: Pair, reader: Reader) -> Compared:
     if out.scheme is None or out.scheme == src.scheme:
         same = [(src.parts[k], t) for k, t in out.parts.items() if k in src.parts and k != "shape"]
         return _bytes(out.name, same, reader)
-    return _quantized(pair, out.scheme, reader)
+    return _quantized(pair, out.scheme, reader, tails)
 
 
 def _bytes(name: str, tensors: list[tuple[TensorInfo, TensorInfo]], reader: Reader) -> Compared:
@@ -122,7 +126,7 @@ def _decoded_expert(pair: Pair, expert: int, reader: Reader) -> Compared:
     return Compared(f"{pair.output.name}.{expert}", "", stored.size, int(np.count_nonzero(expected != stored)))
 
 
-def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
+def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: bool) -> Compared:
     """Error, bound and nearest codes of a quantised layer."""
     out = pair.output
     rows, inputs = out.shape[-2:]
@@ -137,6 +141,7 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
     zero = _stored_zero(out, reader)
     shared, scale_2 = _shared(out, scheme, reader)
     amax = float(shared or 0.0)
+    h_I = _tails(source, rows, inputs) if tails else None
     w_RI = np.empty((chunk_rows(inputs, multiple), inputs), np.float32)
     hat_RI = np.empty_like(w_RI)
     codes_at = out.parts["codes"].nbytes // math.prod(out.shape[:-1])  # bytes of a row
@@ -149,10 +154,9 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
         for at, n in chunks_of(n_rows, inputs, multiple):
             source.decode(first + at, n, w_RI[:n])
             stored.decode(first + at, n, hat_RI[:n])
-            err, norm = sq_difference(w_RI[:n], hat_RI[:n])
             part = share_of(plain, 0, n, multiple, plain.sq_err_R, plain.sq_norm_R)
             quantize_rows(w_RI[:n], scheme, "plain", amax, half, part)
-            sums += (err, norm, float(part.sq_err_R.sum()))
+            sums += _losses(w_RI[:n], hat_RI[:n], part, half, scale_2, h_I)
             begin, end = (first + at) // multiple, -(-(first + at + n) // multiple)
             own = scale if scale.ndim < 2 else np.ascontiguousarray(scale[begin:end])
             own_zero = None if zero is None else np.ascontiguousarray(zero[first + at : first + at + n])
@@ -164,6 +168,38 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader) -> Compared:
                 wrong = _farther(w_RI[:n], hat_RI[:n], part.codes, own, scale_2)
             differing += wrong
     return Compared(out.name, scheme.name, rows * inputs, differing, *map(float, sums))
+
+
+def _tails(source: RowSource, rows: int, inputs: int) -> NDArray[np.float32]:
+    """The tail weights of a whole matrix."""
+    w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
+    square_I, fourth_I = np.zeros((2, inputs))
+    for first, n_rows in blocks_of(rows, inputs, MEMORY):
+        source.load(first, n_rows)
+        for at, n in chunks_of(n_rows, inputs, 1):
+            source.decode(first + at, n, w_RI[:n])
+            add_moments(w_RI[:n], square_I, fourth_I)
+    return tail_weights(square_I, fourth_I, rows)
+
+
+def _losses(
+    w_RI: NDArray[np.float32], hat_RI: NDArray[np.float32], plain: RowParts, half: bool, scale_2: float | None,
+    h_I: NDArray[np.float32] | None,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Loss of a chunk as stored, as zeros, and under plain rounding: squares, or with `h_I` those of `tails`."""
+    if h_I is None:
+        return *sq_difference(w_RI, hat_RI), float(plain.sq_err_R.sum())
+    plain_RI = np.empty_like(w_RI)
+    if scale_2 is None:
+        scale = (
+            plain.scale.view(np.float16).astype(np.float32)
+            if half
+            else (plain.scale.astype(np.uint32) << 16).view(np.float32)
+        )
+        decode.int4_to_f32(plain.codes, scale, np.zeros(scale.shape, np.int8), plain_RI)
+    else:
+        decode.fp4_to_f32(plain.codes, E4M3_VALUES[plain.scale] * np.float32(scale_2), 16, plain_RI)
+    return tail_loss(w_RI, hat_RI, h_I), tail_loss(w_RI, np.zeros_like(w_RI), h_I), tail_loss(w_RI, plain_RI, h_I)
 
 
 def _farther(

@@ -14,7 +14,8 @@ from quantkit.export.checkpoint import Checkpoint, text_config
 from quantkit.export.formats import Format, Part, format_module
 from quantkit.export.safetensors_file import nbytes_of
 from quantkit.export.sources.detect import FLOATS, Weight, weights_of
-from quantkit.kernels.cpu.rows import DEFAULT_METHOD, METHODS, family
+from quantkit.kernels.cpu.rows import DEFAULT_METHOD, family
+from quantkit.kernels.cpu.rows import methods_of as searches_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
 from quantkit.quantize.plan import Matrix, Task
@@ -40,7 +41,7 @@ def methods_of(scheme: QuantScheme) -> tuple[str, ...]:
     """Names of the methods that can choose codes of a scheme."""
     if scheme.element == "float":
         return ()
-    return (*METHODS[family(scheme)], *(CALIBRATED if scheme.element in ("int4", "e2m1") else ()))
+    return (*searches_of(scheme), *(CALIBRATED if scheme.element in ("int4", "e2m1") else ()))
 
 
 class Fates:

@@ -3,7 +3,8 @@
 With the source, every layer is decoded from the bytes on the disk and compared. Four things have to hold:
 - kept tensors, and codes that were passed through, equal the source's bytes;
 - each code is the nearest one to its source weight under the scale that is stored beside it;
-- the layer's error is at most that of the plainest rounding in the same scheme (absolute maximum, no search);
+- the layer's error, as its method weighs it, is at most that of the plainest rounding in the same scheme (absolute
+  maximum, no search);
 - the packed kernel, run on those bytes, gives what the decoded weights give.
 
 Letters: R rows, I inputs.
@@ -43,7 +44,8 @@ from quantkit.quantize.recorded import inputs_from, recorded_tensors
 from quantkit.quantize.roles import Placed, roles_of, shared_inputs
 from quantkit.quantize.run_folder import measured_scales
 
-# A searched scale is never worse than the plain one. Left is the rounding of sums: 1e-5, extreme weights 1e-3.
+# A searched scale is never worse than the plain one in the loss of its method. Left is the rounding of sums: 1e-5,
+# extreme weights 1e-3.
 TOLERANCE = 1.001
 WORST = 10
 
@@ -51,6 +53,8 @@ WORST = 10
 @dataclass(frozen=True, slots=True)
 class LayerError:
     """A quantised layer: relative error ||w - w_hat|| / ||w||, the bound it has to keep, the SQNR in dB.
+
+    All three are in the norm that the method makes small: `tails` has weights in it.
 
     output_error  of the packed kernel's outputs, relative, against the source weight's; NaN without a kernel
     """
@@ -175,6 +179,7 @@ def _against_source(
     on those layers, since their codes are not the nearest ones and are not meant to be.
     """
     dropped = set((manifest or {}).get("dropped") or {})
+    tails = {n for n, layer in ((manifest or {}).get("layers") or {}).items() if layer.get("method") == "tails"}
     ours = set((manifest or {}).get("calibrated") or ())
     published = weights_of(source)
     chosen = published
@@ -199,7 +204,7 @@ def _against_source(
     def work(pair: Pair) -> tuple[Compared | None, KernelRun | None]:
         original = original_of.get((pair.output.name, pair.out_expert))
         kernel = run_kernel(original, inputs_of, reader) if original else None
-        compared = None if pair.output.name in ours else compare(pair, reader)
+        compared = None if pair.output.name in ours else compare(pair, reader, tails=pair.output.module in tails)
         advance(pair.nbytes)
         return compared, kernel
 

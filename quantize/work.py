@@ -2,7 +2,8 @@
 
 A matrix is worked through in blocks of rows (what is read and written at once, bounded by the memory budget) and each
 block in chunks (what is decoded and quantised at once, small enough for the processor's cache). Neither size changes
-the output: a row's codes depend on that row, on the scales of its block, and on the largest weight of its step.
+the output: a row's codes depend on that row, on the scales of its block, and on what a first pass finds over all rows:
+the largest weight of the step, the tails of each matrix.
 
 Letters: R rows of a chunk, I inputs.
 """
@@ -17,7 +18,16 @@ from numpy.typing import NDArray
 from quantkit.export.sources.rows import Buffers, RowSource, row_source
 from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.nvfp4 import amax_f32, nvfp4_global_divisor
-from quantkit.kernels.cpu.rows import RowParts, codes_shape, global_scale, quantize_rows, scale_dtype, scale_shape
+from quantkit.kernels.cpu.rows import (
+    RowParts,
+    codes_shape,
+    global_scale,
+    needs_tails,
+    quantize_rows,
+    scale_dtype,
+    scale_shape,
+)
+from quantkit.kernels.cpu.tails import add_moments, tail_weights
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.packed import pack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
@@ -34,20 +44,30 @@ class Measured(NamedTuple):
     sq_norm: float
 
 
+class Seen(NamedTuple):
+    """What a first pass over a matrix found: its largest absolute weight, its tail weights where the method asks."""
+
+    amax: float
+    h_I: NDArray[np.float32] | None  # noqa: N815
+
+
 def run_step(step: Step, target: Target) -> dict[str, Measured]:
     """Carry out the tasks of a step; returns what was measured of each quantised layer."""
     quantized = [t for t in step.tasks if t.fate == "quantize"]
     sources = {t.name: _rows(t, target, target.buffers.part(i)) for i, t in enumerate(quantized)}
+    seen: dict[str, Seen] = {}
     shared: float | None = None
     whole = False
-    if any(t.scheme is not None and t.scheme.shares_scale for t in quantized):
-        # the largest weight comes first: what fits is read once and held, what does not is read twice
+    if any(t.scheme is not None and (t.scheme.shares_scale or needs_tails(t.method)) for t in quantized):
+        # what is known of all rows comes first: what fits is read once and held, what does not is read twice
         whole = sum(t.weight.nbytes * t.share for t in quantized) <= target.memory // 2
-        shared = max(_amax(t, sources[t.name], whole, target) for t in quantized)
+        seen = {t.name: _first_pass(t, sources[t.name], whole, target) for t in quantized}
+        shared = max(s.amax for s in seen.values())
     measured = {}
     for task in step.tasks:
         if task.fate == "quantize":
-            measured[task.name] = _quantize(task, sources[task.name], whole, shared, target)
+            h_I = seen[task.name].h_I if task.name in seen else None
+            measured[task.name] = _quantize(task, sources[task.name], whole, shared, h_I, target)
         elif task.fate == "decode":
             _decode(task, target)
         else:
@@ -79,11 +99,12 @@ def _blocks(matrix: Matrix, whole: bool, target: Target) -> Iterable[tuple[int, 
     return [(0, matrix.rows)] if whole else blocks_of(matrix.rows, matrix.inputs, target.memory)
 
 
-def _amax(task: Task, source: RowSource, whole: bool, target: Target) -> float:
-    """Largest absolute weight of a layer; `whole`: all of it is loaded, and stays."""
+def _first_pass(task: Task, source: RowSource, whole: bool, target: Target) -> Seen:
+    """Look at every row of a layer; `whole`: all of it is loaded, and stays."""
     assert task.matrix is not None
     matrix = task.matrix
     w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, 1), matrix.inputs), np.float32)
+    square_I, fourth_I = np.zeros((2, matrix.inputs))
     amax = 0.0
     for first, rows in _blocks(matrix, whole, target):
         source.load(first, rows)
@@ -94,10 +115,14 @@ def _amax(task: Task, source: RowSource, whole: bool, target: Target) -> float:
                 bad = int(np.argmin(np.isfinite(w_RI[:n]).all(axis=1)))
                 raise _not_finite(task, first + at + bad)
             amax = max(amax, found)
-    return amax
+            if needs_tails(task.method):
+                add_moments(w_RI[:n], square_I, fourth_I)
+    return Seen(amax, tail_weights(square_I, fourth_I, matrix.rows) if needs_tails(task.method) else None)
 
 
-def _quantize(task: Task, source: RowSource, whole: bool, shared: float | None, target: Target) -> Measured:
+def _quantize(
+    task: Task, source: RowSource, whole: bool, shared: float | None, h_I: NDArray[np.float32] | None, target: Target
+) -> Measured:
     assert task.matrix is not None
     assert task.scheme is not None
     matrix, scheme = task.matrix, task.scheme
@@ -114,7 +139,7 @@ def _quantize(task: Task, source: RowSource, whole: bool, shared: float | None, 
         for at, n in chunks_of(rows, matrix.inputs, multiple):
             source.decode(first + at, n, w_RI[:n])
             part = share_of(block, at, n, multiple, sq_err_R[first + at :], sq_norm_R[first + at :])
-            bad = quantize_rows(w_RI[:n], scheme, task.method, shared, target.half, part)
+            bad = quantize_rows(w_RI[:n], scheme, task.method, shared, target.half, part, h_I)
             if bad >= 0:
                 raise _not_finite(task, first + at + bad)
         target.write(outs["codes"], block.codes, first * (outs["codes"].nbytes // matrix.rows))

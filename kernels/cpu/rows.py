@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import fp8, int4, mxfp4, nvfp4
+from quantkit.kernels.cpu import fp8, int4, mxfp4, nvfp4, tails
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 
@@ -21,14 +21,17 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 
-# methods of each element type, the default last; kernels call them by number. INT4 with zero points has no `signed`.
+# methods of each element type, the default last, which leaves the least squared error; int4a is INT4 with zero points
 METHODS: dict[str, tuple[str, ...]] = {
-    "int4": ("plain", "signed", "search"),
-    "nvfp4": ("plain", "four-over-six", "sweep"),
+    "int4": ("plain", "signed", "tails", "search"),
+    "int4a": ("plain", "search"),
+    "nvfp4": ("plain", "four-over-six", "tails", "sweep"),
     "mxfp4": ("plain", "search"),
     "fp8": ("plain",),
 }
 DEFAULT_METHOD: dict[str, str] = {family: methods[-1] for family, methods in METHODS.items()}
+# by which `int4.quantize_int4` and `nvfp4.quantize_nvfp4` know them
+_NUMBER = {"plain": 0, "signed": 1, "search": 2, "four-over-six": 1, "sweep": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +61,16 @@ def family(scheme: QuantScheme) -> str:
     if scheme.element == "float":
         raise QuantkitError("a scheme that keeps floats has no codes", value=scheme.name, allowed=", ".join(METHODS))
     return "fp8" if scheme.element == "e4m3" else "int4"
+
+
+def methods_of(scheme: QuantScheme) -> tuple[str, ...]:
+    """Names of the methods that choose codes of a scheme from its weights alone."""
+    return METHODS["int4" if scheme.symmetric else "int4a"] if scheme.element == "int4" else METHODS[family(scheme)]
+
+
+def needs_tails(method: str) -> bool:
+    """Whether `quantize_rows` asks for the tail weights of the whole matrix."""
+    return method == "tails"
 
 
 def codes_shape(scheme: QuantScheme, rows: int, inputs: int) -> tuple[int, int]:
@@ -99,30 +112,38 @@ def global_scale(scheme: QuantScheme, amax: float) -> np.float32:
     return nvfp4.nvfp4_scale_2(amax) if scheme.has_global else fp8.fp8_scale(amax)
 
 
-def quantize_rows(w_RI: F32, scheme: QuantScheme, method: str, shared: float | None, half: bool, out: RowParts) -> int:
+def quantize_rows(
+    w_RI: F32, scheme: QuantScheme, method: str, shared: float | None, half: bool, out: RowParts, h_I: F32 | None = None
+) -> int:
     """Quantise a chunk of rows; returns the first row that holds a NaN or infinity (then `out` is not valid), else -1.
 
     w_RI    float32, C-contiguous. Block schemes: chunks are multiples of 128 rows, save the last of a matrix
-    method  one of METHODS[family(scheme)]
+    method  one of `methods_of(scheme)`
     shared  amax of the fused set where `scheme.shares_scale`, else ignored
     half    int4 only: scales are float16 rather than bfloat16
+    h_I     where `needs_tails(method)`: `tails.tail_weights` of the whole matrix, else None
     """
     kind = family(scheme)
-    if method not in METHODS[kind]:
-        raise QuantkitError(f"unknown method for {scheme.name}", value=method, allowed=", ".join(METHODS[kind]))
+    if method not in methods_of(scheme):
+        raise QuantkitError(f"unknown method for {scheme.name}", value=method, allowed=", ".join(methods_of(scheme)))
     if scheme.shares_scale and shared is None:
         raise QuantkitError(f"{scheme.name} needs the largest absolute weight of the fused set")
+    if needs_tails(method) != (h_I is not None):
+        raise QuantkitError(
+            "the method `tails`, and no other, takes the tail weights of the whole matrix", value=method
+        )
     stats = (out.sq_err_R, out.sq_norm_R)
+    if h_I is not None:
+        return _quantize_tails(w_RI, scheme, shared, half, h_I, out)
     searched = method == "search"
     if kind == "int4":
         group = _group(scheme, w_RI)
         if out.zero is None:
-            number = METHODS[kind].index(method)
-            return int(int4.quantize_int4(w_RI, group, number, half, out.codes, out.scale, *stats))
+            return int(int4.quantize_int4(w_RI, group, _NUMBER[method], half, out.codes, out.scale, *stats))
         return int(int4.quantize_int4_asym(w_RI, group, searched, half, out.codes, out.scale, out.zero, *stats))
     if kind == "nvfp4":
         scale_2 = global_scale(scheme, float(shared or 0.0))
-        return int(nvfp4.quantize_nvfp4(w_RI, scale_2, METHODS[kind].index(method), out.codes, out.scale, *stats))
+        return int(nvfp4.quantize_nvfp4(w_RI, scale_2, _NUMBER[method], out.codes, out.scale, *stats))
     if kind == "mxfp4":
         return int(mxfp4.quantize_mxfp4(w_RI, searched, out.codes, out.scale, *stats))
     if scheme.granularity == "tensor":
@@ -133,6 +154,15 @@ def quantize_rows(w_RI: F32, scheme: QuantScheme, method: str, shared: float | N
     else:
         bad_row = fp8.quantize_fp8_block(w_RI, scheme.scale == "e8m0", out.codes, out.scale, *stats)
     return int(bad_row)
+
+
+def _quantize_tails(w_RI: F32, scheme: QuantScheme, shared: float | None, half: bool, h_I: F32, out: RowParts) -> int:
+    stats = (out.sq_err_R, out.sq_norm_R)
+    if scheme.element == "int4":
+        return tails.quantize_int4_tails(w_RI, h_I, _group(scheme, w_RI), half, out.codes, out.scale, *stats)
+    return tails.quantize_nvfp4_tails(
+        w_RI, h_I, global_scale(scheme, float(shared or 0.0)), out.codes, out.scale, *stats
+    )
 
 
 def requantize_rows(

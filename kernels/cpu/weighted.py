@@ -12,11 +12,7 @@ stays, of which the first is the plain scale of the format. A group whose inputs
     nvfp4     e4m3 codes from 6 below the plain one to 8 above
     mxfp4     exponents from 2 below the plain one to 1 above
 
-Without calibration, `tail_weights` stand in for h: the inputs that carry a model's few very large activations are those
-whose weights have heavy tails over the outputs, kurtosis n sum w^4 / (sum w^2)^2. Its square as h_c, times |w_c|^0.5
-so that what is large is kept well, gave SmolLM2-135M at g64 a KL of 0.280 on 10 x 512 tokens of wikitext-2 (0.279 on
-40), against 0.333 of the signed scale and 0.193 with the measured mean squares of the inputs. Exponents were tried on
-that text alone: 1, 1.5 for |w| give 0.286, 0.291; for the kurtosis 1.5, 3 (with |w|) 0.316, 0.303.
+Where there is no calibration, `tails.py` makes up h from the weights.
 
 Arrays are C-contiguous and the GIL is released. Shape suffixes: R rows, I inputs, G groups, N inputs of a group.
 """
@@ -32,15 +28,12 @@ from quantkit.kernels.cpu.convert import (
     f32_of_bits,
     f32_to_e4m3_code,
 )
-from quantkit.kernels.cpu.decode import int4_to_f32
 from quantkit.kernels.cpu.gptq import round_e2m1, round_int4
-from quantkit.kernels.cpu.int4 import requantize_int4, stored_bits, stored_value
+from quantkit.kernels.cpu.int4 import stored_bits, stored_value
 
 F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
-U16 = NDArray[np.uint16]
 
 _STEPS = (1.2 * (0.3 / 1.2) ** (np.arange(32) / 31)).astype(np.float32)
 _DRAWN_IN = 10
@@ -134,41 +127,6 @@ def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, by_size: bool, scal
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def add_moments(w_RI: F32, square_I: F64, fourth_I: F64) -> None:
-    """Add w^2 and w^4 of more rows of a matrix, row after row: chunks of any size give the same sums."""
-    for r in range(w_RI.shape[0]):
-        for i in range(w_RI.shape[1]):
-            square = np.float64(w_RI[r, i]) * np.float64(w_RI[r, i])
-            square_I[i] += square
-            fourth_I[i] += square * square
-
-
-def tail_weights(square_I: F64, fourth_I: F64, rows: int) -> F32:
-    """The squared kurtosis of every column, float32; 1 for a column of zeros."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        kurtosis_I = rows * fourth_I / np.square(square_I)
-    weights: F32 = np.where(np.isfinite(kurtosis_I), np.square(kurtosis_I), 1.0).astype(np.float32)
-    return weights
-
-
-def quantize_int4_tails(
-    w_RI: F32, h_I: F32, group: int, half: bool, codes_RB: U8, scale_RG: U16, sq_err_R: F64, sq_norm_R: F64
-) -> int:
-    """As `int4.quantize_int4`, with scales by `tail_weights` of the whole matrix and the size of each weight."""
-    finite_R = np.isfinite(w_RI).all(axis=1)
-    if not finite_R.all():
-        return int(np.argmin(finite_R))
-    scale, hat_RI = np.empty(scale_RG.shape, np.float32), np.empty_like(w_RI)
-    int4_scales(w_RI, h_I, group, half, True, scale)
-    scale_RG[:] = scale.astype(np.float16).view(np.uint16) if half else (scale.view(np.uint32) >> 16).astype(np.uint16)
-    requantize_int4(w_RI, group, half, scale_RG, codes_RB)
-    int4_to_f32(codes_RB, scale, np.zeros(scale.shape, np.int8), hat_RI)
-    sq_err_R[:] = np.square(w_RI.astype(np.float64) - hat_RI).sum(1)
-    sq_norm_R[:] = np.square(w_RI.astype(np.float64)).sum(1)
-    return -1
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32, zero_RG: I8) -> None:
     """Values of the stored scales, and zero points -8..7."""
     w_N, h_N = np.empty((2, group), np.float32)
@@ -191,12 +149,12 @@ def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32,
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, code_RG: U8) -> None:
-    """e4m3 codes of the block scales under the multiplier `scale_2`."""
+def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, by_size: bool, code_RG: U8) -> None:
+    """e4m3 codes of the block scales under the multiplier `scale_2`; `by_size` as for `int4_scales`."""
     w_N, h_N = np.empty((2, 16), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
-            largest, _, _ = _group(w_RI[r], h_I, g * 16, False, w_N, h_N)
+            largest, _, _ = _group(w_RI[r], h_I, g * 16, by_size, w_N, h_N)
             base = min(max(largest / (np.float32(6) * scale_2), np.float32(2.0**-9)), np.float32(448))
             plain = np.int32(0x38) if largest == 0 else f32_to_e4m3_code(base)
             code_RG[r, g] = plain

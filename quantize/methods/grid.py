@@ -175,7 +175,7 @@ def _weighted(w_OI: F32, scheme: QuantScheme, group: int, half: bool, scale_2: n
         return scale, zero.astype(np.float32)
     code = np.empty(shape, np.uint8)
     if scheme.has_global:
-        weighted.nvfp4_scales(w_OI, h_I, scale_2, code)
+        weighted.nvfp4_scales(w_OI, h_I, scale_2, False, code)
     else:
         weighted.mxfp4_scales(w_OI, h_I, code)
     return _values(code, scheme, half), zero.astype(np.float32)

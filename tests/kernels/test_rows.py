@@ -7,6 +7,7 @@ import pytest
 import torch
 from quantkit.kernels import float8, microscale
 from quantkit.kernels.cpu import rows as dispatch
+from quantkit.kernels.cpu import tails
 from quantkit.kernels.cpu.nvfp4 import amax_f32
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES
@@ -14,13 +15,22 @@ from weights import weights
 
 ROWS, INPUTS = 300, 384
 CODED = [s for s in SCHEMES.values() if s.element != "float"]
-CASES = [(s.name, m) for s in CODED for m in dispatch.METHODS[dispatch.family(s)]]
+CASES = [(s.name, m) for s in CODED for m in dispatch.methods_of(s)]
 BOUND = {"int4": 0.16, "nvfp4": 0.11, "mxfp4": 0.13, "fp8": 0.04}  # relative error on a Gaussian
+
+
+def tail_weights(w_RI, method):
+    if not dispatch.needs_tails(method):
+        return None
+    square, fourth = np.zeros((2, w_RI.shape[1]))
+    tails.add_moments(w_RI, square, fourth)
+    return tails.tail_weights(square, fourth, len(w_RI))
 
 
 def quantize(w_RI, scheme, method, half=False):
     parts = dispatch.row_parts(scheme, *w_RI.shape)
-    assert dispatch.quantize_rows(w_RI, scheme, method, amax_f32(w_RI), half, parts) == -1
+    h_I = tail_weights(w_RI, method)
+    assert dispatch.quantize_rows(w_RI, scheme, method, amax_f32(w_RI), half, parts, h_I) == -1
     return parts
 
 
@@ -62,7 +72,7 @@ def test_decoded_weights_have_the_error_that_was_reported(name, method):
 def test_chunks_write_the_same_parts_and_codes_come_back(name, method):
     scheme, w_RI = SCHEMES[name], weights("t5", ROWS, INPUTS)
     shared = amax_f32(w_RI)
-    whole = quantize(w_RI, scheme, method)
+    whole, h_I = quantize(w_RI, scheme, method), tail_weights(w_RI, method)
     chunked = dispatch.row_parts(scheme, ROWS, INPUTS)
     for top, bottom in ((0, 128), (128, 256), (256, ROWS)):
         scale = {
@@ -76,7 +86,7 @@ def test_chunks_write_the_same_parts_and_codes_come_back(name, method):
             chunked.sq_err_R[top:bottom],
             chunked.sq_norm_R[top:bottom],
         )
-        assert dispatch.quantize_rows(w_RI[top:bottom], scheme, method, shared, False, part) == -1
+        assert dispatch.quantize_rows(w_RI[top:bottom], scheme, method, shared, False, part, h_I) == -1
     for field in dataclasses.fields(whole):
         expected = getattr(whole, field.name)
         if expected is not None:
@@ -91,7 +101,7 @@ def test_the_default_is_the_last_method_and_the_best_one():
     w_RI = weights("gauss", ROWS, INPUTS)
     for scheme in CODED:
         family = dispatch.family(scheme)
-        loss = {m: quantize(w_RI, scheme, m).sq_err_R.sum() for m in dispatch.METHODS[family]}
+        loss = {m: quantize(w_RI, scheme, m).sq_err_R.sum() for m in dispatch.methods_of(scheme)}
         assert loss[dispatch.DEFAULT_METHOD[family]] == min(loss.values()), scheme.name
 
 
@@ -112,6 +122,14 @@ def test_refusals():
     with pytest.raises(QuantkitError, match="unknown method for mxfp4"):
         parts = dispatch.row_parts(SCHEMES["mxfp4"], 2, 128)
         dispatch.quantize_rows(w_RI, SCHEMES["mxfp4"], "sweep", None, False, parts)
+    parts = dispatch.row_parts(SCHEMES["int4-g64"], 2, 128)
+    for method, h_I in (("tails", None), ("search", np.ones(128, np.float32))):
+        with pytest.raises(QuantkitError, match="tail weights"):
+            dispatch.quantize_rows(w_RI, SCHEMES["int4-g64"], method, None, False, parts, h_I)
+    for method in ("signed", "tails"):
+        parts = dispatch.row_parts(SCHEMES["int4a-g64"], 2, 128)
+        with pytest.raises(QuantkitError, match="unknown method for int4a-g64"):
+            dispatch.quantize_rows(w_RI, SCHEMES["int4a-g64"], method, None, False, parts)
     with pytest.raises(QuantkitError, match="keeps floats"):
         dispatch.family(SCHEMES["bf16"])
     with pytest.raises(QuantkitError, match="without the scale of the tensor"):

@@ -58,10 +58,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAMILIES["llama"](tmp_path_factory.mktemp("llama") / "m")
 
 
-RECIPES = [(SMALL_GLM, None), ("nvfp4-experts", None), ("keep", None)]
+TAILS = str(Path(__file__).parent / "small_tails.yaml")  # tails of both formats
+RECIPES = [(SMALL_GLM, None), ("nvfp4-experts", None), ("keep", None), (TAILS, None)]
 
 
-@pytest.mark.parametrize(("recipe", "group"), RECIPES, ids=["int4-and-bf16", "nvfp4-experts", "keep"])
+@pytest.mark.parametrize(("recipe", "group"), RECIPES, ids=["int4-and-bf16", "nvfp4-experts", "keep", "tails"])
 def test_same_bytes_for_any_jobs_and_budget(glm: Path, tmp_path: Path, recipe: str, group: str | None) -> None:
     plan = plan_of(glm, recipe, group)
     found = set()
