@@ -5,6 +5,7 @@ Letters: O outputs (rows), I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from quantkit.kernels.cpu.nvfp4 import nvfp4_global_divisor
 from quantkit.kernels.cpu.rows import RowParts
 from quantkit.kernels.packed import pack_zero_points
 from quantkit.kernels.scheme import QuantScheme
-from quantkit.quantize.methods import gptq
+from quantkit.quantize.methods import from_amax, gptq
+from quantkit.quantize.methods.modelopt import Found
 from quantkit.quantize.plan import Plan, Step, Task
 from quantkit.quantize.recipe import CALIBRATED, Method
 from quantkit.quantize.run_folder import Stored
@@ -26,12 +28,14 @@ Factors = dict[gptq.GptqOptions, gptq.Factor]
 
 
 def choose_codes(
-    step: Step, block: Block, hessian: Hessian, plan: Plan, methods: dict[str, Method], factors: Factors
-) -> tuple[dict[str, Stored], dict[str, Any], dict[str, Tensor]]:
+    step: Step, block: Block, hessian: Hessian, plan: Plan, methods: dict[str, Method], factors: Factors,
+    foreign: Mapping[str, Found],
+) -> tuple[dict[str, Stored], dict[str, Any], dict[str, Tensor]]:  # fmt: skip
     """(tensors to store, facts by layer, unpacked weights by layer) of a step; the block is left as it is.
 
     hessian  of the input that all layers of the step have
     factors  of that Hessian so far, by the options they were made with: siblings share one
+    foreign  what ModelOpt found for layers whose method it is
     """
     tasks = [t for t in step.tasks if t.fate == "quantize" and t.method in CALIBRATED and t.scheme is not None]
     weights = {t.name: block.weight(t.name) for t in tasks}
@@ -42,13 +46,19 @@ def choose_codes(
     for task in tasks:
         assert task.scheme is not None
         w_OI = weights[task.name]
-        options = _options(methods[task.name])
-        if options not in factors:
-            factors[options] = gptq.factorise(hessian.h_II, options)
-        found = gptq.quantize(w_OI, factors[options], task.scheme, half=plan.half, amax=amax, options=options)
+        if task.name in foreign:
+            theirs = foreign[task.name]
+            found = from_amax.encode(
+                w_OI, theirs.w_OI, theirs.amax, task.scheme, hessian.h_II, half=plan.half, largest=amax
+            )
+        else:
+            options = _options(methods[task.name])
+            if options not in factors:
+                factors[options] = gptq.factorise(hessian.h_II, options)
+            found = gptq.quantize(w_OI, factors[options], task.scheme, half=plan.half, amax=amax, options=options)
         unpacked[task.name] = found.w_hat_OI
         stored |= layer_tensors(task.name, task.scheme, tuple(w_OI.shape), found.parts, amax, half=plan.half)
-        facts[task.name] = _facts(task, hessian, found)
+        facts[task.name] = _facts(task, methods[task.name], hessian, found)
     return stored, facts, unpacked
 
 
@@ -56,13 +66,13 @@ def _options(method: Method) -> gptq.GptqOptions:
     return gptq.GptqOptions(damp=method.damp, act_order=method.act_order == "static")
 
 
-def _facts(task: Task, hessian: Hessian, found: gptq.Quantized) -> dict[str, Any]:
+def _facts(task: Task, method: Method, hessian: Hessian, found: gptq.Quantized) -> dict[str, Any]:
     """What the run folder says of one layer. Losses are relative to tr(W H W^T)."""
     norm = found.norm or 1.0
     return {
         "scheme": task.scheme.name if task.scheme else "",
         "role": task.role,
-        "method": task.method if found.fallback is None else "search",
+        "method": str(method) if found.fallback is None else "search",
         "tokens": hessian.tokens,
         "dropped_tokens": hessian.dropped,
         "coverage": hessian.coverage,
@@ -95,5 +105,7 @@ def _content(part: Part, shape: tuple[int, ...], parts: RowParts, amax: float) -
         return pack_zero_points(parts.zero)
     if part.kind == "divisor":
         return np.array([nvfp4_global_divisor(amax)], np.float32)
+    if part.kind == "tensor_scale":
+        return parts.scale
     assert part.kind == "shape", part.kind
     return np.array(shape, np.int64)

@@ -27,6 +27,7 @@ from quantkit.calibrate.watch import Watch
 from quantkit.export.checkpoint import Reader, text_config
 from quantkit.kernels.errors import QuantkitError, join_errors
 from quantkit.quantize.calibrated import Factors, choose_codes
+from quantkit.quantize.calibrated_modelopt import ask_modelopt, modelopt_layers
 from quantkit.quantize.decoded import DecodedWeights
 from quantkit.quantize.input_scales import block_scales, measured_sets, measured_tasks
 from quantkit.quantize.plan import Plan, Step, Task
@@ -136,10 +137,12 @@ def _run_block(
         for state in block.show_all(states, watch, sets):
             advance(_tokens(state))
         watch.check_finite()
+        flat = {name for names in sets for name in names}
+        foreign = ask_modelopt(block, states, [s for s in steps if s.tasks[0].name in flat], methods)
         for names in sets:
             hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
             for step in (s for s in steps if s.tasks[0].name in names):
-                tensors, facts, weights = choose_codes(step, block, hessian, plan, methods, factors)
+                tensors, facts, weights = choose_codes(step, block, hessian, plan, methods, factors, foreign)
                 stored |= tensors
                 layers |= facts
                 unpacked |= weights
@@ -192,12 +195,15 @@ def _tokens(state: State) -> int:
 def _waves(block: Block, steps: Sequence[Step], memory: int) -> Iterator[list[tuple[str, ...]]]:
     """Sets of layers with one input each, so many at a time that their Hessians fit into the memory."""
     wanted = {t.name for s in steps for t in s.tasks}
+    copied = {t.name for s in steps for t in modelopt_layers(s)}  # with Hessians of its own
     wave: list[tuple[str, ...]] = []
     used = 0
     for names in block.linears():
         if not wanted & set(names):
             continue
-        size = 4 * block.shape(names[0])[1] ** 2
+        inputs = block.shape(names[0])[1]
+        size = 4 * inputs**2
+        size += sum(4 * (block.shape(n)[0] + inputs) * inputs for n in copied.intersection(names))
         if wave and used + size > memory:
             yield wave
             wave, used = [], 0

@@ -22,6 +22,7 @@ from quantkit.export.checkpoint import Reader, read_tensors
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.calibration import Settings, calibrate, wanted_steps
 from quantkit.quantize.input_scales import gathered
+from quantkit.quantize.modelopt_algorithms import modelopt_version
 from quantkit.quantize.plan import Plan
 from quantkit.quantize.recorded import FILE
 from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, RunFolder, write_json, write_tensors
@@ -35,12 +36,13 @@ def identity(plan: Plan, samples: Samples, dtype: torch.dtype) -> dict[str, Any]
     return {
         "source": str(plan.source.folder.resolve()),
         "version": VERSION,
-        "recipe": json.loads(plan.recipe.model_dump_json(by_alias=True, exclude_none=True)),
+        "recipe": json.loads(plan.recipe.model_dump_json(by_alias=True, exclude_defaults=True)),
         "source tensors": plan.identity()["source tensors"],
         "source config": plan.identity()["source config"],
         "text": {"origin": samples.origin, "digest": samples.digest, "seed": samples.seed},
         "samples": [n, length],
         "dtype": str(dtype).removeprefix("torch."),
+        **_modelopt(plan),
     }
 
 
@@ -51,6 +53,13 @@ def check_recipe(plan: Plan) -> None:
             "the recipe needs no calibration", file=plan.recipe.name,
             hint="`quantkit export` carries it out; `method: gptq`, a measured `input_scale` and `kv_cache` need one",
         )  # fmt: skip
+    _modelopt(plan)
+
+
+def _modelopt(plan: Plan) -> dict[str, str]:
+    """The version of ModelOpt where a rule asks for it; raises QuantkitError when it is not installed."""
+    asked = any(r.method is not None and r.method.name == "modelopt" for r in plan.recipe.weights)
+    return {"modelopt": modelopt_version()} if asked else {}
 
 
 def calibrate_into(

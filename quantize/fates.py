@@ -18,8 +18,9 @@ from quantkit.kernels.cpu.rows import DEFAULT_METHOD, family
 from quantkit.kernels.cpu.rows import methods_of as searches_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
+from quantkit.quantize.modelopt_algorithms import algorithms_for
 from quantkit.quantize.plan import Matrix, Task
-from quantkit.quantize.recipe import CALIBRATED, InputScale, Recipe, Rule
+from quantkit.quantize.recipe import InputScale, Recipe, Rule
 from quantkit.quantize.roles import Placed, roles_of
 
 AUTO_GROUPS = (128, 64, 32)
@@ -38,10 +39,11 @@ def as_fp8_block(weight: Weight) -> str | None:
 
 
 def methods_of(scheme: QuantScheme) -> tuple[str, ...]:
-    """Names of the methods that can choose codes of a scheme."""
+    """The methods that can choose codes of a scheme, each as `str(Method)`."""
     if scheme.element == "float":
         return ()
-    return (*searches_of(scheme), *(CALIBRATED if scheme.element in ("int4", "e2m1") else ()))
+    own = ("gptq",) if scheme.element in ("int4", "e2m1") else ()
+    return (*searches_of(scheme), *own, *(f"modelopt {name}" for name in algorithms_for(scheme)))
 
 
 class Fates:
@@ -109,12 +111,12 @@ class Fates:
                 group = next((g for g in AUTO_GROUPS if all(i % g == 0 for i in inputs)), 32)
             found[id(rule)] = rule.with_group(group) if group else SCHEMES[rule.scheme]
             known = methods_of(found[id(rule)])
-            if rule.method is not None and rule.method.name not in known:
+            if rule.method is not None and str(rule.method) not in known:
                 self.errors.append(
                     QuantkitError(
                         f"unknown method for {rule.scheme}",
                         file=self.recipe.name,
-                        value=rule.method.name,
+                        value=str(rule.method),
                         allowed=", ".join(known) or "none",
                     )
                 )

@@ -14,6 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
+from quantkit.quantize.modelopt_algorithms import READABLE, check_algorithm
 from quantkit.quantize.roles import matches_role
 from quantkit.quantize.shipped import read_recipe
 
@@ -28,7 +29,9 @@ def _known_scheme(name: str) -> str:
     return name
 
 
-CALIBRATED = ("gptq",)  # methods of `quantkit.quantize.methods`, which need activations
+# options of the methods of `quantkit.quantize.methods`, which need a calibration run
+OPTIONS: dict[str, tuple[str, ...]] = {"gptq": ("act_order", "damp"), "modelopt": ("algorithm",)}
+CALIBRATED = tuple(OPTIONS)
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Group = Literal["auto", "channel", 32, 64, 128]
 
@@ -82,23 +85,32 @@ class Method(Strict):
 
     act_order  gptq: `static` works on the columns with the largest inputs first, scales and layout unchanged
     damp       gptq: share of the mean of the Hessian's diagonal that is added to it
+    algorithm  modelopt: one of `modelopt_algorithms.READABLE`
     """
 
     name: str
     act_order: Literal["static", "none"] = "static"
     damp: float = Field(default=0.01, gt=0, le=1)
+    algorithm: Annotated[str, AfterValidator(check_algorithm)] | None = None
 
     @model_validator(mode="after")
     def _options(self) -> Method:
-        given = self.model_fields_set - {"name"}
-        if given and self.name != "gptq":
-            raise ValueError(f"the method {self.name!r} has no options, here: {', '.join(sorted(given))}")
+        own = OPTIONS.get(self.name, ())
+        strange = self.model_fields_set - {"name", *own}
+        if strange:
+            has = f"has the options {', '.join(own)}" if own else "has no options"
+            raise ValueError(f"the method {self.name!r} {has}, here: {', '.join(sorted(strange))}")
+        if self.name == "modelopt" and self.algorithm is None:
+            raise ValueError(f"the method 'modelopt' needs an `algorithm`: {', '.join(READABLE)}")
         return self
 
     @property
     def calibrated(self) -> bool:
         """True when it needs activations."""
         return self.name in CALIBRATED
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.algorithm}" if self.name == "modelopt" else self.name
 
 
 def _as_input_scale(value: Any) -> Any:

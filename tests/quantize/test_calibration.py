@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from calibration_runs import files_of, samples
 from families import FAMILIES, load_tensors
-from quantkit.calibrate.tokens import Samples
 from quantkit.export.checkpoint import Reader, open_checkpoint
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.calibration import Settings
@@ -33,23 +31,10 @@ weights:
 """
 
 
-def samples(seed: int = 0, n: int = 40, length: int = 128) -> Samples:
-    ids = np.random.default_rng(seed).integers(0, 100, (n, length)).astype(np.int32)
-    return Samples(ids, "random ids", hashlib.sha256(ids.tobytes()).hexdigest(), seed, ids.size)
-
-
 def plan_for(source: Path, folder: Path, scheme: str = "int4-g32", more: str = "kv_cache: {}") -> Plan:
     file = folder / f"{scheme}.yaml"
     file.write_text(GPTQ.format(scheme=scheme, more=more))
     return make_plan(load_recipe(str(file)), open_checkpoint(source))
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(folder)): p.read_bytes()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name != "lock"
-    }
 
 
 @pytest.fixture(scope="module")
