@@ -20,7 +20,12 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def read_recipe(source: str) -> tuple[str, str]:
-    """(where it is, text) of a shipped recipe by name, or of a file by its `.yaml` path."""
+    """(where it is, text) of a shipped recipe, of a file by its `.yaml` path, or of `modelopt:NAME` in our terms."""
+    if source.startswith("modelopt:"):
+        import yaml
+        from quantkit.quantize.modelopt_recipes import modelopt_recipe
+
+        return source, yaml.safe_dump(modelopt_recipe(source), sort_keys=False)
     if source.endswith((".yaml", ".yml")):
         try:
             return source, Path(source).read_text(encoding="utf-8")

@@ -222,6 +222,7 @@ def inspect(
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None) -> None:
     """List the shipped recipes, or print one of them."""
+    from quantkit.quantize.modelopt_recipes import shipped_by_modelopt
     from quantkit.quantize.shipped import read_recipe, shipped
 
     if name is not None:
@@ -231,6 +232,9 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
     width = max(len(n) for n, _ in found)
     for recipe_name, line in found:
         sys.stdout.write(f"{recipe_name:<{width}}  {line}\n")
+    theirs = shipped_by_modelopt()
+    if theirs:
+        sys.stdout.write("\nModelOpt's, as far as a recipe can say them:\n" + "".join(f"{n}\n" for n in theirs))
 
 
 app.add_typer(bench.app, name="bench")

@@ -175,7 +175,7 @@ def test_schemes_that_modelopt_does_not_calibrate_are_refused(scheme: str, algor
 
 @pytest.mark.parametrize(
     ("model", "scheme", "algorithm"),
-    [("llama", "int4-g32", "gptq"), ("qwen3_moe", "nvfp4", "local_hessian"), ("llama", "fp8-tensor", "mse")],
+    [("llama", "int4-g32", "awq_clip"), ("qwen3_moe", "nvfp4", "local_hessian"), ("llama", "fp8-tensor", "max")],
 )
 def test_from_source_to_a_verified_checkpoint(model: str, scheme: str, algorithm: str, tmp_path: Path) -> None:
     source = FAMILIES[model](tmp_path / "s")
@@ -189,8 +189,8 @@ def test_from_source_to_a_verified_checkpoint(model: str, scheme: str, algorithm
     run(plan_of_run(open_run(tmp_path / "run"), None, "vllm", ()), tmp_path / "o", jobs=1, memory=1 << 20)
     report = verify_checkpoint(tmp_path / "o", open_checkpoint(source), run=tmp_path / "run")
     assert report.passed, [c.failures for c in report.checks]
-    calibrate_into(tmp_path / "again", plan, text, Settings(memory=1 << 16))  # in many waves
-    assert files_of(tmp_path / "again") == files_of(tmp_path / "run")
+    calibrate_into(tmp_path / "again", plan, text, Settings(memory=1 << 18))  # in several waves
+    assert files_of(tmp_path / "again" / "weights") == files_of(tmp_path / "run" / "weights")
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
