@@ -20,11 +20,15 @@ def modelopt_layers(step: Step) -> list[Task]:
 
 
 def ask_modelopt(
-    block: Block, states: Activations, steps: Iterable[Step], methods: dict[str, Method]
-) -> dict[str, modelopt.Found]:
-    """What each layer's algorithm finds; layers with one algorithm share its runs of all samples. The block stays."""
+    block: Block, states: Activations, steps: Iterable[Step], sets: Sequence[tuple[str, ...]],
+    methods: dict[str, Method],
+) -> dict[str, modelopt.Found]:  # fmt: skip
+    """What each layer's algorithm finds; layers with one algorithm share its runs of all samples. The block stays.
+
+    sets  layers with one input each that are shown; a step's layers are in one of them
+    """
     wanted: dict[str, dict[str, modelopt.Layer]] = {}
-    sets: list[list[str]] = []
+    fused: list[list[str]] = []
     for step in steps:
         tasks = modelopt_layers(step)
         weights = {t.name: block.weight(t.name) for t in tasks}
@@ -34,16 +38,16 @@ def ask_modelopt(
             layer = modelopt.Layer(weights[task.name], task.scheme, amax)
             wanted.setdefault(methods[task.name].algorithm or "", {})[task.name] = layer
         shared = [t.name for t in tasks if t.scheme is not None and t.scheme.granularity == "tensor"]
-        sets += [shared] if len(shared) > 1 else []
+        fused += [shared] if len(shared) > 1 else []
     found: dict[str, modelopt.Found] = {}
     for algorithm, layers in wanted.items():
 
         def feed(show: modelopt.Show) -> None:
-            for _ in block.run_all(states, observe=_Shown(show)):
+            for _ in block.show_all(states, _Shown(show), sets):
                 pass
 
         found |= modelopt.calibrated(layers, algorithm, feed)
-    for names in sets:  # one scale for what an engine fuses: no weight may be beyond it
+    for names in fused:  # one scale for what an engine fuses: no weight may be beyond it
         largest = torch.stack([found[n].amax for n in names]).amax()
         found |= {n: replace(found[n], amax=largest) for n in names}
     return found

@@ -137,8 +137,8 @@ def _run_block(
         for state in block.show_all(states, watch, sets):
             advance(_tokens(state))
         watch.check_finite()
-        flat = {name for names in sets for name in names}
-        foreign = ask_modelopt(block, states, [s for s in steps if s.tasks[0].name in flat], methods)
+        here = [s for s in steps if any(s.tasks[0].name in names for names in sets)]
+        foreign = ask_modelopt(block, states, here, sets, methods)
         for names in sets:
             hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
             for step in (s for s in steps if s.tasks[0].name in names):

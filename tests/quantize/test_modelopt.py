@@ -174,18 +174,24 @@ def test_schemes_that_modelopt_does_not_calibrate_are_refused(scheme: str, algor
 
 
 @pytest.mark.parametrize(
-    ("model", "scheme", "algorithm"),
-    [("llama", "int4-g32", "awq_clip"), ("qwen3_moe", "nvfp4", "local_hessian"), ("llama", "fp8-tensor", "max")],
+    ("model", "role", "scheme", "algorithm"),
+    [
+        ("llama", "attention", "int4-g32", "awq_clip"),
+        ("qwen3_moe", "routed_experts", "nvfp4", "local_hessian"),
+        ("llama", LINEAR, "fp8-tensor", "max"),
+    ],
 )
-def test_from_source_to_a_verified_checkpoint(model: str, scheme: str, algorithm: str, tmp_path: Path) -> None:
+def test_from_source_to_a_verified_checkpoint(
+    model: str, role: str, scheme: str, algorithm: str, tmp_path: Path
+) -> None:
     source = FAMILIES[model](tmp_path / "s")
-    (tmp_path / "r.yaml").write_text(RULE.format(role=LINEAR, scheme=scheme, algorithm=algorithm))
+    (tmp_path / "r.yaml").write_text(RULE.format(role=role, scheme=scheme, algorithm=algorithm))
     plan = make_plan(load_recipe(str(tmp_path / "r.yaml")), open_checkpoint(source))
     text = samples(n=8, length=64)
     result = calibrate_into(tmp_path / "run", plan, text, Settings(memory=1 << 28))
     assert set(result["layers"]) == {t.name for t in plan.tasks if t.fate == "quantize"}
     assert {f["method"] for f in result["layers"].values()} == {f"modelopt {algorithm}"}
-    assert identity(plan, text)["modelopt"] == metadata.version("nvidia-modelopt")
+    assert identity(plan, text, torch.float32)["modelopt"] == metadata.version("nvidia-modelopt")
     run(plan_of_run(open_run(tmp_path / "run"), None, "vllm", ()), tmp_path / "o", jobs=1, memory=1 << 20)
     report = verify_checkpoint(tmp_path / "o", open_checkpoint(source), run=tmp_path / "run")
     assert report.passed, [c.failures for c in report.checks]
