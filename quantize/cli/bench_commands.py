@@ -55,7 +55,7 @@ def kernel_names(text: str | None, known: Sequence[str], default: Sequence[str])
 
 def thread_count(threads: int | None) -> int:
     """All cores by default; raises QuantkitError outside 1 .. cores."""
-    from quantkit.quantize.cli.main import CORES
+    from quantkit.quantize.cli.options import CORES
 
     if threads is None:
         return CORES

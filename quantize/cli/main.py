@@ -17,17 +17,21 @@ from quantkit.quantize.cli import bench
 from quantkit.quantize.cli.options import (
     CORES,
     AsJson,
+    CreatePr,
     Dataset,
     Device,
     Dtype,
     Engine,
+    Force,
     FormatName,
     GroupSize,
     Jobs,
     Memory,
     OutFolder,
+    Private,
     RecipeName,
     RemoteCode,
+    Revision,
     Samples,
     Seed,
     SeqLen,
@@ -78,17 +82,40 @@ def export(
     kv_per_rank: Annotated[
         bool, typer.Option("--kv-per-rank", help="SGLang's JSON has scales of each rank's heads.")
     ] = False,
+    push_to: Annotated[
+        str | None, typer.Option("--push-to", metavar="ORG/NAME", help="Publish the finished checkpoint on the Hub.")
+    ] = None,
+    private: Private = False,
+    revision: Revision = None,
+    create_pr: CreatePr = False,
+    force: Force = False,
     jobs: Jobs = CORES,
     memory: Memory = "512MB",
     json: AsJson = False,
 ) -> None:
     """Write the checkpoint. Running the command again after an interruption goes on where it stopped."""
-    from quantkit.quantize.cli.commands import export_command
+    from quantkit.quantize.cli.push_command import Destination, export_and_push
 
-    export_command(
+    export_and_push(
         source, recipe, out, format, group, tp or [], jobs, memory, json,
-        engine=engine, per_rank=kv_per_rank,
+        engine=engine, per_rank=kv_per_rank, to=Destination(push_to, private, revision, create_pr, force),
     )  # fmt: skip
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A finished checkpoint.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub, made if it does not exist.")],
+    private: Private = False,
+    revision: Revision = None,
+    create_pr: CreatePr = False,
+    force: Force = False,
+    json: AsJson = False,
+) -> None:
+    """Publish a checkpoint: shards first, configuration and index last, every hash compared. Run again to go on."""
+    from quantkit.quantize.cli.push_command import Destination, push_command
+
+    push_command(folder, Destination(repo, private, revision, create_pr, force), json)
 
 
 @app.command()

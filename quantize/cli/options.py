@@ -27,6 +27,10 @@ Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Threads; all cores by 
 Memory = Annotated[str, typer.Option("--memory", help="Buffers of all threads together, such as 512MB or 4GB.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+Private = Annotated[bool, typer.Option("--private", help="A repository that only its owners see.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, made empty if new, or refs/pr/N.")]
+CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of writing to the branch.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what the repository or branch holds.")]
 Text = Annotated[
     str | None,
     typer.Option("--text", help=".txt, .jsonl or .parquet file, or token ids (.npy, .safetensors, .json)."),
