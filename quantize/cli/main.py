@@ -39,6 +39,7 @@ from quantkit.quantize.cli.options import (
     Text,
     TpSizes,
 )
+from quantkit.quantize.cli.publish import push
 
 app = typer.Typer(
     name="quantkit",
@@ -100,22 +101,6 @@ def export(
         source, recipe, out, format, group, tp or [], jobs, memory, json,
         engine=engine, per_rank=kv_per_rank, to=Destination(push_to, private, revision, create_pr, force),
     )  # fmt: skip
-
-
-@app.command()
-def push(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A finished checkpoint.")],
-    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub, made if it does not exist.")],
-    private: Private = False,
-    revision: Revision = None,
-    create_pr: CreatePr = False,
-    force: Force = False,
-    json: AsJson = False,
-) -> None:
-    """Publish a checkpoint: shards first, configuration and index last, every hash compared. Run again to go on."""
-    from quantkit.quantize.cli.push_command import Destination, push_command
-
-    push_command(folder, Destination(repo, private, revision, create_pr, force), json)
 
 
 @app.command()
@@ -264,6 +249,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
         sys.stdout.write("\nModelOpt's, as far as a recipe can say them:\n" + "".join(f"{n}\n" for n in theirs))
 
 
+app.command()(push)
 app.add_typer(bench.app, name="bench")
 
 
