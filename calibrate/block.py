@@ -29,6 +29,7 @@ from quantkit.calibrate.observe import (
     experts_forward,
     linears_watched,
 )
+from quantkit.calibrate.producers import Source
 from quantkit.kernels.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -142,6 +143,16 @@ class Block:
                 self._shown(path, observe), only=store.held, out_TD=None if out is None else out.to(device),
             )  # fmt: skip
         return State(hidden, (index, weights, added))
+
+    @property
+    def sources(self) -> list[Source]:
+        """The tensors that linear weights of the block read, and what scales them."""
+        return self._owner.sources[self.index]
+
+    def pieces(self, parameter: str) -> dict[str, Piece]:
+        """Checkpoint modules that lie in a parameter of the block, which goes by its name inside the block."""
+        whole = f"{self._owner.layer_name(self.index)}.{parameter}"
+        return {module: piece for module, piece in self._pieces.items() if piece.target.name == whole}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of `weight(name)`, without reading it."""

@@ -24,7 +24,8 @@ from quantkit.calibrate.activations import State
 from quantkit.calibrate.block import Block
 from quantkit.calibrate.block_load import Experts, Loader
 from quantkit.calibrate.block_names import Names, Target, name_plan
-from quantkit.calibrate.meta_model import build, find_layers, input_sets, materialise_buffers
+from quantkit.calibrate.meta_model import build, find_layers, input_sets, materialise_buffers, run_on_meta
+from quantkit.calibrate.producers import find_sources
 from quantkit.calibrate.weights import Weights
 
 
@@ -74,6 +75,7 @@ class BlockModel:
         self.model, self.prefix, self.targets = model, layers, names.targets
         self.layers = list(model.get_submodule(layers))
         self.sets = input_sets(model, model.get_submodule(layers))
+        self.sources = find_sources(model, self.layers, lambda: run_on_meta(model))
         materialise_buffers(model, device)
         self.loader = Loader(weights, dtype, device, tuple(model._get_dtype_plan(dtype)))
         self._state: State | None = None

@@ -122,10 +122,8 @@ def input_sets(model: Any, layers: torch.nn.ModuleList) -> list[list[tuple[str, 
                 stack.callback(module.register_forward_pre_hook(hook).remove)
         stack.enter_context(bound(ALL_EXPERTS_FUNCTIONS, "eager", lambda module, x, *_: torch.empty_like(x)))
         stack.enter_context(torch.no_grad())
-        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        mask = torch.zeros(1, 1, 2, 2, device="meta")  # a finished mask: making one asks for values
         try:
-            getattr(model, model.base_model_prefix)(input_ids=ids, attention_mask=mask, use_cache=False)
+            run_on_meta(model)
         except (NotImplementedError, RuntimeError):
             seen = [{} for _ in layers]
     for layer, inputs in zip(layers, seen, strict=True):
@@ -137,6 +135,13 @@ def input_sets(model: Any, layers: torch.nn.ModuleList) -> list[list[tuple[str, 
         kept = [tuple(n for n in names if n.rpartition(".")[2] not in NEVER) for names in every]
         found.append([names for names in kept if names])
     return found
+
+
+def run_on_meta(model: Any) -> None:
+    """A forward of two tokens on the meta device."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    mask = torch.zeros(1, 1, 2, 2, device="meta")  # a finished mask: making one asks for values
+    getattr(model, model.base_model_prefix)(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
 def materialise_buffers(model: Any, device: torch.device) -> None:
