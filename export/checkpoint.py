@@ -28,6 +28,7 @@ class Checkpoint:
     """`tensors` in the order of their files; `side_files` are all other files of the folder, relative to it.
 
     calibrated  logical tensors that a calibration run has put in place of the published ones, or added
+    smoothed    logical tensors whose channels that run has scaled: no longer the published weights, codes or not
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     side_files: tuple[Path, ...]
     calibrated: frozenset[str] = frozenset()
+    smoothed: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:

@@ -20,9 +20,11 @@ from quantkit.kernels.scheme import QuantScheme
 from quantkit.quantize.methods import from_amax, gptq
 from quantkit.quantize.methods.modelopt import Found
 from quantkit.quantize.plan import Plan, Step, Task
-from quantkit.quantize.recipe import CALIBRATED, Method
+from quantkit.quantize.recipe_method import CALIBRATED, Method
 from quantkit.quantize.run_folder import Stored
 from torch import Tensor
+
+_UNCLIPPED = ("q", "k", "qkv", "q_a")  # errors of queries and keys enter a softmax: what AWQ leaves out
 
 Factors = dict[gptq.GptqOptions, gptq.Factor]
 
@@ -52,7 +54,7 @@ def choose_codes(
                 w_OI, theirs.w_OI, theirs.amax, task.scheme, hessian.h_II, half=plan.half, largest=amax
             )
         else:
-            options = _options(methods[task.name])
+            options = _options(methods[task.name], task.role)
             if options not in factors:
                 factors[options] = gptq.factorise(hessian.h_II, options)
             found = gptq.quantize(w_OI, factors[options], task.scheme, half=plan.half, amax=amax, options=options)
@@ -62,7 +64,11 @@ def choose_codes(
     return stored, facts, unpacked
 
 
-def _options(method: Method) -> gptq.GptqOptions:
+def _options(method: Method, role: str) -> gptq.GptqOptions:
+    if method.name == "awq":
+        clip = method.clip and role.rpartition(".")[2] not in _UNCLIPPED
+        rules = gptq.GptqOptions().rules
+        return gptq.GptqOptions(compensate=method.gptq, rules=(*rules, "clip") if clip else rules)
     return gptq.GptqOptions(damp=method.damp, act_order=method.act_order == "static")
 
 

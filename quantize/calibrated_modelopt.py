@@ -10,7 +10,7 @@ from quantkit.calibrate.activations import Activations
 from quantkit.calibrate.block import Block
 from quantkit.quantize.methods import modelopt
 from quantkit.quantize.plan import Step, Task
-from quantkit.quantize.recipe import Method
+from quantkit.quantize.recipe_method import Method
 from torch import Tensor
 
 

@@ -31,8 +31,9 @@ from quantkit.quantize.calibrated_modelopt import ask_modelopt, modelopt_layers
 from quantkit.quantize.decoded import DecodedWeights
 from quantkit.quantize.input_scales import block_scales, measured_sets, measured_tasks
 from quantkit.quantize.plan import Plan, Step, Task
-from quantkit.quantize.recipe import CALIBRATED, Method
+from quantkit.quantize.recipe_method import CALIBRATED, Method
 from quantkit.quantize.run_folder import RunFolder, Stored, write_tensors
+from quantkit.quantize.smoothing import smooth
 
 BATCH_TOKENS = 2048  # of samples that are run together
 
@@ -128,28 +129,7 @@ def _run_block(
     advance: Callable[[int], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Choose the codes of a block's layers, then take every state through the block as it will be served."""
-    layers: dict[str, Any] = {}
-    stored: dict[str, Stored] = {}
-    unpacked: dict[str, torch.Tensor] = {}
-    methods = methods_by_layer(plan, steps)
-    for sets in _waves(block, steps, settings.memory):
-        watch = Watch(sets, device=settings.device)
-        for state in block.show_all(states, watch, sets):
-            advance(_tokens(state))
-        watch.check_finite()
-        here = [s for s in steps if any(s.tasks[0].name in names for names in sets)]
-        foreign = ask_modelopt(block, states, here, sets, methods)
-        for names in sets:
-            hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
-            for step in (s for s in steps if s.tasks[0].name in names):
-                tensors, facts, weights = choose_codes(step, block, hessian, plan, methods, factors, foreign)
-                stored |= tensors
-                layers |= facts
-                unpacked |= weights
-    for name, w_OI in unpacked.items():  # after all waves: how many there were must not show in the codes
-        block.replace(name, w_OI)
-    if stored:
-        write_tensors(folder.block_file(block.index), stored)
+    layers, smoothed = _choose(block, steps, states, plan, folder, settings, advance)
     wanted = plan.recipe.kv_cache is not None
     text = text_config(plan.source.config)
     stats = KVStats(rope_of(text), text.get("kv_lora_rank")) if wanted else None
@@ -167,9 +147,44 @@ def _run_block(
         write_tensors(folder.samples_file(block.index), {n: bfloat16(x) for n, x in samples.items()})
     return {
         "layers": dict(sorted(layers.items())),
+        "smoothed": sorted(smoothed),
         "inputs": block_scales(inputs, measured, watch),
         "kv": [layer.to_json() for layer in stats.finish()] if stats else [],
     }
+
+
+def _choose(
+    block: Block, steps: Sequence[Step], states: Activations, plan: Plan, folder: RunFolder, settings: Settings,
+    advance: Callable[[int], None],
+) -> tuple[dict[str, Any], set[str]]:  # fmt: skip
+    """Put what will be served into the block and the run folder: (facts by layer, scaled weights)."""
+    layers: dict[str, Any] = {}
+    unpacked: dict[str, torch.Tensor] = {}
+    methods = methods_by_layer(plan, steps)
+    tasks = {t.name: t for s in steps for t in s.tasks if t.name in methods}
+    smoothed = smooth(block, states, plan, tasks, settings.memory, settings.device, lambda s: advance(_tokens(s)))
+    stored = dict(smoothed.tensors)
+    for sets in _waves(block, steps, settings.memory):
+        watch = Watch(sets, device=settings.device)
+        for state in block.show_all(states, watch, sets):
+            advance(_tokens(state))
+        watch.check_finite()
+        here = [s for s in steps if any(s.tasks[0].name in names for names in sets)]
+        foreign = ask_modelopt(block, states, here, sets, methods)
+        for names in sets:
+            hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
+            for step in (s for s in steps if s.tasks[0].name in names):
+                tensors, facts, weights = choose_codes(step, block, hessian, plan, methods, factors, foreign)
+                stored |= tensors
+                layers |= facts
+                unpacked |= weights
+    for name, facts in smoothed.facts.items():
+        layers[name]["smoothing"] = facts
+    for name, w_OI in unpacked.items():  # after all waves: how many there were must not show in the codes
+        block.replace(name, w_OI)
+    if stored:
+        write_tensors(folder.block_file(block.index), stored)
+    return layers, smoothed.changed
 
 
 def methods_by_layer(plan: Plan, steps: Sequence[Step]) -> dict[str, Method]:

@@ -27,7 +27,7 @@ from quantkit.quantize.plan import Plan
 from quantkit.quantize.recorded import FILE
 from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, RunFolder, write_json, write_tensors
 
-VERSION = 2  # raised when the same run would give other bytes
+VERSION = 3  # raised when the same run would give other bytes
 
 
 def identity(plan: Plan, samples: Samples, dtype: torch.dtype) -> dict[str, Any]:
@@ -107,6 +107,7 @@ def _finish(plan: Plan, samples: Samples, folder: RunFolder) -> None:
             "kv": [layer.to_json() for layer in kv],
             "input_scales": inputs,
             "layers": layers,
+            "smoothed": sorted(name for block in blocks for name in block["smoothed"]),
             "weights": _digests(folder),
         },
     )  # fmt: skip

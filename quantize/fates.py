@@ -42,7 +42,7 @@ def methods_of(scheme: QuantScheme) -> tuple[str, ...]:
     """The methods that can choose codes of a scheme, each as `str(Method)`."""
     if scheme.element == "float":
         return ()
-    own = ("gptq",) if scheme.element in ("int4", "e2m1") else ()
+    own = ("gptq", "awq") if scheme.element in ("int4", "e2m1") else ()
     return (*searches_of(scheme), *own, *(f"modelopt {name}" for name in algorithms_for(scheme)))
 
 

@@ -11,10 +11,10 @@ import re
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES, QuantScheme
-from quantkit.quantize.modelopt_algorithms import READABLE, check_algorithm
+from quantkit.quantize.recipe_method import Method, Strict, as_method
 from quantkit.quantize.roles import matches_role
 from quantkit.quantize.shipped import read_recipe
 
@@ -29,17 +29,8 @@ def _known_scheme(name: str) -> str:
     return name
 
 
-# options of the methods of `quantkit.quantize.methods`, which need a calibration run
-OPTIONS: dict[str, tuple[str, ...]] = {"gptq": ("act_order", "damp"), "modelopt": ("algorithm",)}
-CALIBRATED = tuple(OPTIONS)
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Group = Literal["auto", "channel", 32, 64, 128]
-
-
-class Strict(BaseModel):
-    """A frozen record in which an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Match(Strict):
@@ -74,43 +65,6 @@ class Match(Strict):
 
     def __str__(self) -> str:
         return f"role {', '.join(self.role)}" if self.role else f"name {', '.join(self.name)}"
-
-
-def _as_method(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class Method(Strict):
-    """How codes are chosen: a data-free search of scales by name, or a method that a calibration run carries out.
-
-    act_order  gptq: `static` works on the columns with the largest inputs first, scales and layout unchanged
-    damp       gptq: share of the mean of the Hessian's diagonal that is added to it
-    algorithm  modelopt: one of `modelopt_algorithms.READABLE`
-    """
-
-    name: str
-    act_order: Literal["static", "none"] = "static"
-    damp: float = Field(default=0.01, gt=0, le=1)
-    algorithm: Annotated[str, AfterValidator(check_algorithm)] | None = None
-
-    @model_validator(mode="after")
-    def _options(self) -> Method:
-        own = OPTIONS.get(self.name, ())
-        strange = self.model_fields_set - {"name", *own}
-        if strange:
-            has = f"has the options {', '.join(own)}" if own else "has no options"
-            raise ValueError(f"the method {self.name!r} {has}, here: {', '.join(sorted(strange))}")
-        if self.name == "modelopt" and self.algorithm is None:
-            raise ValueError(f"the method 'modelopt' needs an `algorithm`: {', '.join(READABLE)}")
-        return self
-
-    @property
-    def calibrated(self) -> bool:
-        """True when it needs activations."""
-        return self.name in CALIBRATED
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.algorithm}" if self.name == "modelopt" else self.name
 
 
 def _as_input_scale(value: Any) -> Any:
@@ -159,7 +113,7 @@ class Rule(Strict):
     drop: str | None = Field(default=None, min_length=1)
     scheme: Annotated[str, AfterValidator(_known_scheme)] | None = None
     group: Group | None = None
-    method: Annotated[Method | None, BeforeValidator(_as_method)] = None
+    method: Annotated[Method | None, BeforeValidator(as_method)] = None
     input_scale: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | InputScale | None, BeforeValidator(_as_input_scale)
     ] = None

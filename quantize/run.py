@@ -27,7 +27,8 @@ from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
 from quantkit.quantize.plan import Plan, Shard, Step
-from quantkit.quantize.recipe import CALIBRATED, InputScale
+from quantkit.quantize.recipe import InputScale
+from quantkit.quantize.recipe_method import CALIBRATED
 from quantkit.quantize.target import Target
 from quantkit.quantize.work import Measured, run_step
 
@@ -293,7 +294,7 @@ def _manifest(plan: Plan, measured: Mapping[str, Measured]) -> dict[str, Any]:
             for t in plan.tasks
             if t.fate != "keep"
         },
-        **({"calibrated": sorted(plan.source.calibrated)} if plan.source.calibrated else {}),
+        **{n: sorted(names) for n in ("calibrated", "smoothed") if (names := getattr(plan.source, n))},
         "dropped": {t.name: t.reason for t in plan.tasks if t.fate == "drop"},
         "measured": {name: [m.sq_err, m.sq_norm] for name, m in measured.items()},
     }

@@ -32,7 +32,7 @@ TP = (1, 2, 4, 8, 16)  # sizes that get a JSON of scales unless others are asked
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`source` is the published checkpoint; `result` is calibration.json."""
+    """`source` is the published checkpoint, with the names of what the run has scaled; `result` is calibration.json."""
 
     folder: Path
     recipe: Recipe
@@ -67,7 +67,9 @@ def open_run(folder: Path) -> Run:
     if not Path(made["source"]).is_dir():
         raise QuantkitError("the source of the run is gone", file=made["source"], hint=f"named in {folder / RUN}")
     recipe = Recipe.model_validate(made["recipe"])
-    return Run(folder, recipe, open_checkpoint(made["source"]), read_json(folder / RESULT))
+    result = read_json(folder / RESULT)
+    source = replace(open_checkpoint(made["source"]), smoothed=frozenset(result["smoothed"]))
+    return Run(folder, recipe, source, result)
 
 
 def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int], *, per_rank: bool = False) -> Plan:

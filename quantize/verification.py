@@ -6,8 +6,6 @@ With the source, every layer is decoded from the bytes on the disk and compared.
 - the layer's error, as its method weighs it, is at most that of the plainest rounding in the same scheme (absolute
   maximum, no search);
 - the packed kernel, run on those bytes, gives what the decoded weights give.
-
-Letters: R rows, I inputs.
 """
 
 from __future__ import annotations
@@ -176,11 +174,12 @@ def _against_source(
     """Compare every weight of the source with what became of it.
 
     What a calibration run has chosen is compared, bit for bit, with that run; without its folder only the kernels run
-    on those layers, since their codes are not the nearest ones and are not meant to be.
+    on those layers, whose codes are not the nearest ones. Of weights with scaled channels no distance is given.
     """
     dropped = set((manifest or {}).get("dropped") or {})
     tails = {n for n, layer in ((manifest or {}).get("layers") or {}).items() if layer.get("method") == "tails"}
     ours = set((manifest or {}).get("calibrated") or ())
+    smoothed = frozenset((manifest or {}).get("smoothed") or ())
     published = weights_of(source)
     chosen = published
     if run is not None and (run / WEIGHTS).is_dir():
@@ -211,9 +210,9 @@ def _against_source(
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(work, pairs))
     compared = [c for c, _ in results if c is not None]
-    layers = [_layer(c, r) for c, r in results if c is not None and c.scheme]
+    layers = [_layer(c, None if c.name in smoothed else r) for c, r in results if c is not None and c.scheme]
     verdicts = _verdicts(compared, layers)
-    given = [r for c, r in results if r is not None and not (c is not None and c.scheme) and r.sq_w_err]
+    given = [r for c, r in results if r is not None and r.sq_w_err and not (c and c.scheme) and r.name not in smoothed]
     runs = [r for _, r in results if r is not None]
     return [*checks, *verdicts, *_kernel_check(runs)], layers + [_given(r) for r in given]
 

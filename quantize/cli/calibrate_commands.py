@@ -77,7 +77,8 @@ def calibrate_command(
     begun = time.monotonic()
     try:
         layers = int(text_config(plan.source.config)["num_hidden_layers"])
-        passes = 2 if any(r.method is not None and r.method.calibrated for r in plan.recipe.weights) else 1
+        methods = {r.method.name for r in plan.recipe.weights if r.method is not None and r.method.calibrated}
+        passes = 1 + bool(methods) + ("awq" in methods)
         with progress("calibrate", int(read.ids_NL.size) * layers * passes, unit="tokens") as advance:
             result = calibrate_into(out, plan, read, settings, min_expert_tokens=min_expert_tokens, advance=advance)
     except KeyboardInterrupt:

@@ -10,7 +10,8 @@ same sum over all of them. The magnitudes are absolute values: signed means woul
 
 1 / s goes into whatever makes x: a norm (`fold_norm`) or the rows of a projection (`fold_rows`). A folded norm is
 rounded to its stored dtype first and the s that it really applies goes into W, so that nothing is lost by the fold.
-The paper's clip search is a search of scales by weighted error, and done as such by `quantize`.
+Powers of two are exact in any float, for weights that are scaled and stay as they are. An input that was always zero
+keeps s = 1. Codes are chosen by `gptq.quantize`, with or without compensation; the paper's clip search is `clip.py`.
 
 Shape suffixes: O outputs, I inputs.
 """
@@ -42,21 +43,28 @@ class Smoothing:
 
 
 def search(
-    hessian_II: Tensor, mean_I: Tensor, weights: Sequence[Tensor], scheme: QuantScheme, *, half: bool
-) -> Smoothing:
+    hessian_II: Tensor, mean_I: Tensor, weights: Sequence[Tensor], scheme: QuantScheme, *, half: bool,
+    rows_I: Tensor | None = None, powers: bool = False,
+) -> Smoothing:  # fmt: skip
     """Scales for the matrices [O, I] that read one input.
 
     hessian_II, mean_I  of `calibrate/stats.py`: 2 / n X^T X and mean |x| by channel, all tokens real ones
+    rows_I  what makes each channel: those that one row makes (query heads of one KV head) get one scale
+    powers  scales are powers of two
     Raises QuantkitError, naming the channels, where no exponent gives a finite loss.
     """
     h_II, mean_I = hessian_II.float(), mean_I.float().to(hessian_II.device)
     matrices = [w.to(h_II.device, torch.float32) for w in weights]
     size_I = _relative_size(matrices, scheme)
+    if rows_I is not None:
+        mean_I, size_I = _tied(mean_I, rows_I), _tied(size_I, rows_I)
     plain = _loss(h_II, matrices, torch.ones_like(mean_I), scheme, half)
     best = Smoothing(torch.ones(len(h_II)), None, plain, plain)
     finite = 0
     for k in range(STEPS):
         s_I = _scales(mean_I, size_I, k / STEPS)
+        if powers:
+            s_I = torch.exp2(torch.log2(s_I).round())
         loss = _loss(h_II, matrices, s_I, scheme, half)
         finite += loss < float("inf")
         if loss < best.loss:
@@ -70,13 +78,12 @@ def search(
     return best
 
 
-def tie_heads(values_I: Tensor, kv_heads: int, head_dim: int) -> Tensor:
-    """Means over the query heads that share a KV head, repeated: for the fold of `o_proj` into `v_proj`.
-
-    values_I  [Q heads x D], of `mean_I`; scales that follow from tied values are equal for the heads of a group.
-    """
-    grouped = values_I.reshape(kv_heads, -1, head_dim)
-    return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
+def _tied(values_I: Tensor, rows_I: Tensor) -> Tensor:
+    """Each value replaced by the mean of those with its row."""
+    rows_I = rows_I.to(values_I.device)
+    count = int(rows_I.max()) + 1
+    sums = torch.zeros(count, device=values_I.device).index_add_(0, rows_I, values_I)
+    return (sums / torch.bincount(rows_I, minlength=count))[rows_I]
 
 
 def fold_norm(
@@ -102,23 +109,6 @@ def fold_rows(w_OI: Tensor, bias_O: Tensor | None, s_O: Tensor) -> tuple[Tensor,
     return w_OI.float() / s_O[:, None], None if bias_O is None else bias_O.float() / s_O
 
 
-def scaled_hessian(hessian_II: Tensor, s_I: Tensor) -> Tensor:
-    """The Hessian of the inputs x / s."""
-    inverse_I = s_I.to(hessian_II.device).reciprocal()
-    return hessian_II * inverse_I[:, None] * inverse_I
-
-
-def quantize(
-    w_OI: Tensor, hessian_II: Tensor, scheme: QuantScheme, *, half: bool, amax: float | None = None
-) -> gptq.Quantized:
-    """Round a scaled weight W s to nearest; scales by the searched and the weighted rule, the better one in each row.
-
-    hessian_II  of the scaled inputs, `scaled_hessian`. For GPTQ on top hand both to `gptq.factorise` and
-    `gptq.quantize` instead. Losses are as theirs, and equal those of the unscaled pair.
-    """
-    return gptq.round_to_nearest(w_OI, hessian_II, scheme, half=half, amax=amax)
-
-
 def _relative_size(weights: Sequence[Tensor], scheme: QuantScheme) -> Tensor:
     """Mean over all rows of |w| / (largest |w| of its group), by input."""
     total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
@@ -132,8 +122,10 @@ def _relative_size(weights: Sequence[Tensor], scheme: QuantScheme) -> Tensor:
 
 def _scales(mean_I: Tensor, size_I: Tensor, exponent: float) -> Tensor:
     s_I = (mean_I**exponent / (size_I ** (1 - exponent) + _SMALLEST)).clamp(min=_SMALLEST)
-    s_I = s_I / (s_I.max() * s_I.min()).sqrt()
-    return torch.where(torch.isfinite(s_I), s_I, 1.0)
+    live_I = mean_I > 0
+    if bool(live_I.any()):
+        s_I = s_I / (s_I[live_I].max() * s_I[live_I].min()).sqrt()
+    return torch.where(torch.isfinite(s_I) & live_I, s_I, 1.0)
 
 
 def _loss(h_II: Tensor, weights: Sequence[Tensor], s_I: Tensor, scheme: QuantScheme, half: bool) -> float:

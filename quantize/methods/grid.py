@@ -32,7 +32,7 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import QuantScheme
 from torch import Tensor
 
-Rule = Literal["plain", "search", "weighted"]
+Rule = Literal["plain", "search", "weighted", "clip"]
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]

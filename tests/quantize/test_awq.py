@@ -1,5 +1,7 @@
 """AWQ: the search of a slow oracle with real outputs, folds that change nothing, and losses that are those of outputs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from quantkit.calibrate.stats import AbsMax, HessianSum
 from quantkit.kernels.cpu.rows import family, global_scale, quantize_rows, row_parts
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import SCHEMES
-from quantkit.quantize.methods import awq
+from quantkit.quantize.methods import awq, gptq
+from quantkit.quantize.methods.clip import clipped
+from quantkit.quantize.methods.grid import make_grid, nearest_to
 
 
 def problem(inputs=128, tokens=300):
@@ -111,10 +115,41 @@ def test_folding_into_a_projection_changes_no_output():
     assert awq.fold_rows(up, None, s)[1] is None
 
 
-def test_heads_that_share_a_kv_head_get_equal_scales():
-    values = torch.arange(24.0)  # 6 query heads of 4 values, 2 KV heads
-    tied = awq.tie_heads(values, kv_heads=2, head_dim=4)
-    assert tied.tolist() == [4.0, 5.0, 6.0, 7.0] * 3 + [16.0, 17.0, 18.0, 19.0] * 3
+def test_heads_that_share_a_kv_head_get_one_scale():
+    x, weights = problem()
+    h, mean = statistics(x)
+    rows = torch.arange(32).reshape(2, 1, 16).expand(2, 4, 16).reshape(-1)  # 8 query heads of 16 values, 2 KV heads
+    found = awq.search(h, mean, [torch.from_numpy(w) for w in weights], SCHEMES["int4-g32"], half=False, rows_I=rows)
+    assert found.exponent is not None
+    by_head = found.s_I.reshape(2, 4, 16)
+    assert torch.equal(by_head, by_head[:, :1].expand_as(by_head))
+    assert len(set(by_head[:, 0].flatten().tolist())) > 16
+
+
+def test_powers_of_two_are_searched_as_such():
+    x, weights = problem()
+    h, mean = statistics(x)
+    found = awq.search(h, mean, [torch.from_numpy(w) for w in weights], SCHEMES["int4-g64"], half=False, powers=True)
+    assert torch.equal(torch.frexp(found.s_I).mantissa, torch.full_like(found.s_I, 0.5))
+    assert found.loss < 0.95 * found.loss_plain
+    s = found.s_I.numpy()
+    assert np.isclose(found.loss, oracle.output_error(x, weights, s, rounded_to("int4-g64")), rtol=1e-3)
+
+
+def test_an_input_that_was_always_zero_keeps_its_scale_and_moves_no_other():
+    x, weights = problem()
+    x[:, 40] = 0
+    h, mean = statistics(x)
+    found = awq.search(h, mean, [torch.from_numpy(w) for w in weights], SCHEMES["int4-g64"], half=False)
+    assert found.exponent is not None
+    assert found.s_I[40] == 1
+    live = found.s_I[torch.arange(128) != 40]
+    assert np.isclose(float(live.max() * live.min()), 1, rtol=1e-4)
+
+
+def rounding(w, h, scheme, rules=("search", "weighted")):
+    options = gptq.GptqOptions(compensate=False, rules=rules)
+    return gptq.quantize(w, gptq.factorise(h, options), scheme, half=False, options=options)
 
 
 def test_rounding_of_the_scaled_weight_keeps_the_loss_of_the_pair():
@@ -123,11 +158,46 @@ def test_rounding_of_the_scaled_weight_keeps_the_loss_of_the_pair():
     scheme = SCHEMES["int4-g64"]
     found = awq.search(h, mean, [torch.from_numpy(weights[0])], scheme, half=False)
     scaled = torch.from_numpy(weights[0]) * found.s_I
-    result = awq.quantize(scaled, awq.scaled_hessian(h, found.s_I), scheme, half=False)
+    result = rounding(scaled, h / found.s_I[:, None] / found.s_I, scheme)
     d = weights[0] - result.w_hat_OI.numpy() / found.s_I.numpy()
     assert np.isclose(result.loss, 2 * float(((d @ x.T) ** 2).sum()) / len(x), rtol=1e-3)
     assert np.isclose(result.loss_plain, found.loss, rtol=1e-3)
     assert result.loss <= result.loss_plain
+    assert result.fallback is None
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4a-g64", "nvfp4", "mxfp4"])
+def test_clip_finds_the_best_ratio_of_each_group(name):
+    """Of a Hessian without correlations between groups: a row then loses what its groups lose."""
+    scheme, group = SCHEMES[name], SCHEMES[name].group_size
+    rng = np.random.default_rng(2)
+    w = torch.from_numpy(rng.standard_t(4, (12, 128)).astype(np.float32))
+    x = rng.standard_normal((400, 128)) * np.exp(rng.standard_normal(128))
+    h = np.kron(np.eye(128 // group), np.ones((group, group))) * (2 / 400 * x.T @ x)
+    amax = float(w.abs().max()) if scheme.has_global else None
+    plain = make_grid(w.numpy(), scheme, "plain", None, half=False, amax=amax)
+    searched = make_grid(w.numpy(), scheme, "search", None, half=False, amax=amax)
+
+    def cost(grid):
+        d = (w - nearest_to(grid, w)).double().numpy()
+        return np.stack([np.einsum("oi,ij,oj->o", d[:, g], h[g, g], d[:, g]) for g in groups], axis=1)
+
+    groups = [slice(i, i + group) for i in range(0, 128, group)]
+    best = cost(searched)
+    for k in range(11):
+        shrunk = replace(plain, stored_OG=plain.rounded(plain.scale_OG * (1 - 0.05 * k)))
+        best = np.minimum(best, cost(shrunk))
+    found = clipped(w, torch.from_numpy(h).float(), plain, searched)
+    assert np.allclose(cost(found), best, rtol=1e-4)
+    assert best.sum() < cost(searched).sum()
+
+
+def test_clip_never_loses_by_row():
+    x, weights = problem()
+    h, _ = statistics(x)
+    w = torch.from_numpy(weights[0])
+    without = rounding(w, h, SCHEMES["int4-g64"])
+    assert rounding(w, h, SCHEMES["int4-g64"], ("search", "weighted", "clip")).loss < without.loss
 
 
 def test_activations_that_are_not_numbers_are_named():

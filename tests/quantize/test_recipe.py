@@ -45,6 +45,18 @@ BAD = [
     ("weights:\n  - {match: {role: attention}, scheme: int4-g64}\n", "for everything else"),
     ("weights:\n" + REST + "outputs: [{format: gguf}]", "format"),
     ("weights:\n" + REST + "outputs: [{shard_size: 50000000000}]", "shard_size"),
+    (
+        "weights:\n  - {match: {role: attention}, scheme: int4-g64, method: {name: awq, damp: 0.1}}\n" + REST,
+        "the method 'awq' has the options clip, gptq, here: damp",
+    ),
+    (
+        "weights:\n  - {match: {role: attention}, scheme: int4-g64, method: {name: gptq, clip: false}}\n" + REST,
+        "the method 'gptq' has the options act_order, damp, here: clip",
+    ),
+    (
+        "weights:\n  - {match: {role: attention}, scheme: int4-g64, method: {name: search, gptq: true}}\n" + REST,
+        "the method 'search' has no options, here: gptq",
+    ),
     ("weights:\n  - {match: {role: attention}, scheme: int4-g64, input_scale: 1.0}\n" + REST, "fp8-tensor"),
 ]
 
