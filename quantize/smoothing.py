@@ -20,6 +20,7 @@ from quantkit.calibrate.block import Block
 from quantkit.calibrate.input_watch import EXPERTS, InputWatch
 from quantkit.calibrate.stats import Hessian, InputRange
 from quantkit.export.sources.detect import Weight
+from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.methods import awq
 from quantkit.quantize.plan import Plan, Task
 from quantkit.quantize.run_folder import Stored
@@ -111,9 +112,17 @@ def _search(
     scheme = tasks[s.calibrated[0]].scheme
     assert scheme is not None
     step = -(-len(s.calibrated) // SEARCHED)
-    matrices = [block.weight(n) for n in s.calibrated[::step]]
+    matrices = {n: block.weight(n) for n in s.calibrated[::step]}
+    for name, w_OI in matrices.items():
+        if not bool(torch.isfinite(w_OI).all()):
+            raise QuantkitError("a weight holds NaN or infinity", tensor=name)
     rows_I = s.producer.rows(len(size.mean_I)) if s.producer.heads else None
-    found = awq.search(hessian.h_II, size.mean_I, matrices, scheme, half=half, rows_I=rows_I, powers=s.powers)
+    try:
+        found = awq.search(
+            hessian.h_II, size.mean_I, list(matrices.values()), scheme, half=half, rows_I=rows_I, powers=s.powers
+        )
+    except QuantkitError as e:
+        raise QuantkitError(e.message, tensor=s.calibrated[0], value=e.value, allowed=e.allowed) from e
     return "no scale is better than none" if found.exponent is None else found
 
 

@@ -159,6 +159,20 @@ def test_what_is_served_is_what_was_calibrated(family: str, tmp_path: Path) -> N
     assert errors[0] < 0.9 * errors[1]
 
 
+def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    source = strong_channels(FAMILIES["llama"](tmp_path / "s"))
+    out = served(source, tmp_path, plan_for(source, tmp_path))
+    config = CompressedTensorsConfig(run_compressed=False)
+    with pytest.warns(UserWarning, match="run_compressed"):
+        read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=config)
+    with torch.no_grad():
+        got = read(torch.from_numpy(samples(n=2).ids_NL).long()).logits
+    expected = logits(source, dequantize(out))
+    assert float((got - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
 def test_a_changed_norm_without_a_run_fails(tmp_path: Path) -> None:
     source = FAMILIES["llama"](tmp_path / "s")
     out = served(source, tmp_path, plan_for(source, tmp_path))
@@ -248,10 +262,19 @@ def test_memory_and_kills_change_nothing(family: str, memory: int, tmp_path: Pat
         assert file.read_bytes() == (tmp_path / "killed" / "weights" / file.name).read_bytes()
 
 
-def test_inputs_that_are_not_numbers_are_named(tmp_path: Path) -> None:
+def test_a_weight_that_is_not_a_number_is_named(tmp_path: Path) -> None:
     source = FAMILIES["llama"](tmp_path / "s")
     tensors = load_tensors(source)
     tensors["model.layers.0.mlp.up_proj.weight"][7] = torch.inf
     save_tensors(source, tensors)
-    with pytest.raises(QuantkitError):
+    with pytest.raises(QuantkitError, match=r"NaN or infinity(.|\n)*mlp.up_proj"):
+        calibrate_into(tmp_path / "run", plan_for(source, tmp_path), samples(), SETTINGS)
+
+
+def test_inputs_too_large_for_a_hessian_are_named(tmp_path: Path) -> None:
+    source = FAMILIES["llama"](tmp_path / "s")
+    tensors = load_tensors(source)
+    tensors["model.layers.0.input_layernorm.weight"][7] = 1e25  # its square is beyond float32
+    save_tensors(source, tensors)
+    with pytest.raises(QuantkitError, match=r"no AWQ scale(.|\n)*layers.0.self_attn.[kqv]_proj(.|\n)*inputs \[.*7"):
         calibrate_into(tmp_path / "run", plan_for(source, tmp_path), samples(), SETTINGS)
