@@ -49,20 +49,26 @@ class Digests:
     def remember(self, name: str, digest: str) -> None:
         """Keep the hash of a file as it is now."""
         self._known[name] = [*self._stamp(name), digest]
-        self._save()
+        with contextlib.suppress(OSError):
+            self._save()
 
     def remove(self, name: str) -> None:
         """Remove a file whose bytes the Hub holds; first its hash is made durable."""
         size, _, digest = self._known.pop(name)
         self.removed[name] = [size, digest]
         self._save()
+        os.truncate(self.folder / name, 0)  # an open descriptor would keep the space
         (self.folder / name).unlink()
+
+    def sweep(self) -> None:
+        """Remove what a killed `remove` has left."""
+        for name in self.removed:
+            (self.folder / name).unlink(missing_ok=True)
 
     def _save(self) -> None:
         new = self.folder / f"{JOURNAL}.new"
-        with contextlib.suppress(OSError):
-            with new.open("w", encoding="utf-8") as f:
-                json.dump({"sha256": self._known, "removed": self.removed}, f)
-                f.flush()
-                os.fsync(f.fileno())
-            new.replace(self.folder / JOURNAL)
+        with new.open("w", encoding="utf-8") as f:
+            json.dump({"sha256": self._known, "removed": self.removed}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        new.replace(self.folder / JOURNAL)

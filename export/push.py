@@ -70,13 +70,15 @@ class Push:
     def begin(self, files: Sequence[File], *, force: bool) -> None:
         """Look at what the Hub holds; raises QuantkitError when that is not a part of this upload, unless `force`."""
         self.held = self.repo.files()
-        ours = {f.name: f for f in files}
         gone = self.digests.removed
-        self.doomed = {
-            name
-            for name, there in self.held.items()
-            if not (gone[name] == [there.size, there.digest] if name in gone else name in ours and self.has(ours[name]))
-        }
+        lost = [n for n in sorted(gone) if n not in self.held or [self.held[n].size, self.held[n].digest] != gone[n]]
+        if lost:
+            raise QuantkitError(
+                "a shard that was sent and removed here is not on the Hub", file=self.digests.folder / lost[0],
+                value=self.repo.url, hint="name the repository and branch it was sent to, or write the checkpoint anew",
+            )  # fmt: skip
+        ours = {f.name for f in files if self.has(f)}
+        self.doomed = {n for n in self.held if n not in ours and n not in gone}
         if self.doomed and not force:
             names = sorted(self.doomed)
             raise QuantkitError(
@@ -137,14 +139,17 @@ def push_folder(
 ) -> int:
     """Publish a finished checkpoint folder; returns the number of files, all compared with the Hub.
 
+    Shards that were sent and removed while the checkpoint was written need not be there.
     Raises QuantkitError for a folder that is no sound checkpoint, for files of others on the Hub, and what Repo raises.
     """
-    open_folder(folder)
+    digests = Digests(folder)
+    if not digests.removed:
+        open_folder(folder)
     shards, rest = files_of(folder)
-    push = Push(repo, Digests(folder), report)
+    push = Push(repo, digests, report)
     push.begin([*shards, *rest], force=force)
     push.send(shards, "Add the weights")
     push.send(rest, "Add configuration, index and card")
     if push.doomed:  # nothing of ours was missing, yet others are there
         repo.commit([], sorted(push.doomed), "Remove other files")
-    return len(shards) + len(rest)
+    return len(shards) + len(rest) + len(digests.removed)

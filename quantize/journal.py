@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,13 +23,17 @@ from quantkit.kernels.errors import QuantkitError
 
 @dataclass(slots=True)
 class Work:
-    """An open work folder. `done` maps each finished step to what was measured of it."""
+    """An open work folder. `done` maps each finished step to what was measured of it.
+
+    `after` is called with the names of steps that have become durable.
+    """
 
     folder: Path
     checkpoint: Path
     done: dict[str, Any]
     _lock: TextIO
     _journal: TextIO
+    after: Callable[[Collection[str]], None] = lambda _: None
 
     def append(self, entries: Mapping[str, Any]) -> None:
         """Record finished steps; they must be on the disk already."""
@@ -38,6 +42,7 @@ class Work:
             self.done[name] = measured
         self._journal.flush()
         os.fsync(self._journal.fileno())
+        self.after(entries.keys())
 
     def publish(self, out: Path) -> None:
         """Give the finished checkpoint its final name and remove the work folder."""

@@ -7,7 +7,6 @@ killed and how large the budget was leaves no trace in the output.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,18 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.export.checkpoint import INDEX, Reader
-from quantkit.export.safetensors_file import write_all
 from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
-from quantkit.quantize.plan import Plan, Shard, Step
+from quantkit.quantize.plan import Plan, Step
 from quantkit.quantize.recipe import InputScale
 from quantkit.quantize.recipe_method import CALIBRATED
+from quantkit.quantize.shards import check_disk, no_space, open_shard
+from quantkit.quantize.shipping import AT_ONCE, Shipping, check_shipped
 from quantkit.quantize.target import Target
 from quantkit.quantize.work import Measured, run_step
 
 SYNC_SECONDS = 0.5  # about so much finished work is done again after a kill
 MANIFEST = "quantkit.json"
+NOT_HERE = -1  # in place of the descriptor of a shard that the Hub has
 # Files of a source that are weights in another form, or say how the source was quantised: not copied.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
 SOURCE_QUANT_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", MANIFEST)
@@ -50,65 +51,29 @@ class Summary:
     measured: Mapping[str, Measured]
 
 
-def _no_space(error: OSError, out: Path) -> QuantkitError | None:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return None
-    return QuantkitError(
-        f"no space left for the output: {os.strerror(error.errno)}",
-        file=out,
-        hint="make space and run the same command again: finished tensors are kept",
-    )
-
-
-def _open_shard(shard: Shard, folder: Path) -> int:
-    """A shard at its full size, its header written.
-
-    Its space is not reserved: some file systems fill what is reserved with zeros, a tenth of the time of a fast run.
-    A disk that is too small was refused before (`_check_disk`); one that others fill shows when tensors are written.
-    """
-    path = folder / shard.name
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.ftruncate(fd, shard.size)
-        write_all(fd, shard.header, 0)
-    except OSError as e:
-        os.close(fd)
-        raise _no_space(e, path) or QuantkitError(f"cannot write: {e.strerror}", file=path) from e
-    return fd
-
-
-def _check_disk(plan: Plan, work: Work) -> None:
-    """Refuse to start when the disk cannot hold what is still missing."""
-    have = sum(s.stat().st_blocks * 512 for s in work.checkpoint.iterdir() if s.is_file())
-    need = plan.file_bytes - have
-    free = shutil.disk_usage(work.folder).free
-    if need > free:
-        raise QuantkitError(
-            "the disk cannot hold the output",
-            file=work.folder,
-            value=f"{free / 1e9:.2f} GB free",
-            allowed=f"{need / 1e9:.2f} GB still needed of {plan.file_bytes / 1e9:.2f} GB",
-            hint="make space and run the same command again, or choose another -o",
-        )
-
-
 class _Steps:
     """Hands steps to worker threads one by one, until one of them fails."""
 
-    def __init__(self, steps: Iterator[Step]) -> None:
+    def __init__(self, steps: Iterator[Step], admit: Callable[[threading.Event], None]) -> None:
         self._steps = steps
+        self._admit = admit
         self._lock = threading.Lock()
         self.stop = threading.Event()
 
     def next(self) -> Step | None:
         with self._lock:
+            self._admit(self.stop)
             return None if self.stop.is_set() else next(self._steps, None)
 
 
-def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step], None] = lambda _: None) -> Summary:
+def run(
+    plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step], None] = lambda _: None,
+    ship: Shipping | None = None,
+) -> Summary:  # fmt: skip
     """Write the checkpoint of `plan` to `out`; resumes what an earlier run of the same plan has left.
 
-    `memory` bounds the buffers of all threads together, in bytes; `report` is called for every finished step.
+    `memory` bounds the buffers of all threads together, in bytes; `report` is called for every finished step. `ship`
+    takes finished shards away to the Hub: what is written to `out` lacks them.
     Raises QuantkitError for a fault in a weight, a full disk, or an output that is taken.
     """
     out = out.absolute()
@@ -124,21 +89,26 @@ def run(plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step
     out.parent.mkdir(parents=True, exist_ok=True)
     work = open_work(out, plan.identity())
     try:
-        _check_disk(plan, work)
+        check_disk(plan, work, None if ship is None else AT_ONCE)
+        check_shipped(work, ship)
+        if ship is not None:
+            ship.begin(plan, work)
         resumed = len(work.done)
         begun = time.monotonic()
         with Reader() as reader:
-            _stream(plan, work, reader, jobs, memory, report)
+            _stream(plan, work, reader, jobs, memory, report, ship)
+        if ship is not None:
+            ship.finish()
         seconds = time.monotonic() - begun
         # in the order of the plan, not of the threads: the manifest is part of the output
         measured = {n: Measured(*m) for step in plan.steps for n, m in work.done[step.name].items()}
         _write_files(plan, work.checkpoint, measured)
         work.publish(out)
     except OSError as e:
-        raise _no_space(e, out) or QuantkitError(
-            f"cannot write the output: {e.strerror}", file=e.filename or out
-        ) from e
+        raise no_space(e, out) or QuantkitError(f"cannot write the output: {e.strerror}", file=e.filename or out) from e
     finally:
+        if ship is not None:
+            ship.stop()
         work.close()
     return Summary(plan.bytes_in, plan.bytes_out, seconds, resumed, measured)
 
@@ -177,17 +147,21 @@ def _finished(plan: Plan, out: Path) -> Summary | None:
     return Summary(plan.bytes_in, plan.bytes_out, 0.0, len(plan.steps), measured)
 
 
-def _stream(plan: Plan, work: Work, reader: Reader, jobs: int, memory: int, report: Callable[[Step], None]) -> None:
+def _stream(
+    plan: Plan, work: Work, reader: Reader, jobs: int, memory: int, report: Callable[[Step], None],
+    ship: Shipping | None,
+) -> None:  # fmt: skip
     """Run every step that is not in the journal; journal what is finished and synced."""
     fds: list[int] = []
     try:
         for shard in plan.shards:
-            fds.append(_open_shard(shard, work.checkpoint))
+            away = ship is not None and ship.has(shard.name)
+            fds.append(NOT_HERE if away else open_shard(shard, work.checkpoint))
         todo = [s for s in plan.steps if s.name not in work.done]
         for step in plan.steps:
             if step.name in work.done:
                 report(step)
-        steps = _Steps(iter(todo))
+        steps = _Steps(iter(todo), ship.admit if ship is not None else lambda _: None)
         results: queue.SimpleQueue[tuple[Step, dict[str, Any] | BaseException] | None] = queue.SimpleQueue()
 
         def worker() -> None:
@@ -211,7 +185,8 @@ def _stream(plan: Plan, work: Work, reader: Reader, jobs: int, memory: int, repo
                 thread.join()
     finally:
         for fd in fds:
-            os.close(fd)
+            if fd != NOT_HERE:
+                os.close(fd)
 
 
 def _collect(

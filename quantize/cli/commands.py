@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.export.checkpoint import Checkpoint, open_checkpoint
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import show
 from quantkit.quantize.plan import Plan
+
+if TYPE_CHECKING:
+    from quantkit.quantize.shipping import Shipping
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 SMALLEST_MEMORY = 32_000_000
@@ -107,6 +110,7 @@ def plan_command(
 def export_command(
     source: str, recipe: str | None, out: Path, format_name: str | None, group: str | None, tp: Sequence[int],
     jobs: int, memory: str, as_json: bool, *, engine: str = "vllm", per_rank: bool = False,
+    ship: Shipping | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """`quantkit export`; returns the facts that `as_json` prints."""
     from quantkit.kernels.cpu import FIRST_RUN
@@ -124,7 +128,7 @@ def export_command(
         sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
     try:
         with progress("quantize", plan.bytes_in) as advance:
-            summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
+            summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)), ship=ship)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: run the same command again to go on\n")
         sys.exit(130)

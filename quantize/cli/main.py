@@ -90,6 +90,9 @@ def export(
     revision: Revision = None,
     create_pr: CreatePr = False,
     force: Force = False,
+    stream_upload: Annotated[
+        bool, typer.Option("--stream-upload", help="Send shards while others are written, then remove them here.")
+    ] = False,
     jobs: Jobs = CORES,
     memory: Memory = "512MB",
     json: AsJson = False,
@@ -98,8 +101,8 @@ def export(
     from quantkit.quantize.cli.push_command import Destination, export_and_push
 
     export_and_push(
-        source, recipe, out, format, group, tp or [], jobs, memory, json,
-        engine=engine, per_rank=kv_per_rank, to=Destination(push_to, private, revision, create_pr, force),
+        source, recipe, out, format, group, tp or [], jobs, memory, json, engine=engine, per_rank=kv_per_rank,
+        to=Destination(push_to, private, revision, create_pr, force, stream_upload),
     )  # fmt: skip
 
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a checkpoint goes: `repo` is None for nowhere."""
+    """Where a checkpoint goes: `repo` is None for nowhere; `stream` sends shards while others are written."""
 
     repo: str | None = None
     private: bool = False
     revision: str | None = None
     create_pr: bool = False
     force: bool = False
+    stream: bool = False
 
     def open(self) -> Repo:
         """The repository, made and checked for the right to see it."""
@@ -68,9 +69,21 @@ def export_and_push(
     """`quantkit export`, and `quantkit push` of what it wrote; what the Hub would refuse is refused before."""
     if to.repo is None and to != Destination():
         raise QuantkitError("an option of --push-to without it", allowed="--push-to ORG/NAME")
+    if to.stream and to.create_pr:
+        raise QuantkitError("--stream-upload cannot open a pull request", allowed="--revision BRANCH, or refs/pr/N")
     repo = to.open() if to.repo is not None else None
+    ship = None
+    if repo is not None:
+        from quantkit.export.digests import Digests
+        from quantkit.export.push import Push
+        from quantkit.quantize.shipping import Shipping
+
+        if to.stream:
+            ship = Shipping(repo, force=to.force, report=_sent)
+        elif not out.exists():
+            Push(repo, Digests(out)).begin([], force=to.force)
     facts = export_command(
-        source, recipe, out, format_name, group, tp, jobs, memory, False, engine=engine, per_rank=per_rank
+        source, recipe, out, format_name, group, tp, jobs, memory, False, engine=engine, per_rank=per_rank, ship=ship
     )
     if repo is not None:
         facts["published"] = _push(out, repo, force=to.force)

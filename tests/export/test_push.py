@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import random
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_server import READ_ONLY, TOKEN, Fault, Hub, is_lfs, running_hub, sha256
-from quantkit.quantize.cli.main import app, run_app
+from hub_client import contents, environment, quantkit, refused, used_hub
+from hub_server import READ_ONLY, TOKEN, Fault, Hub, is_lfs, sha256
 from safetensors.numpy import save_file
 
 SHARDS = 6
@@ -41,20 +39,9 @@ def checkpoint(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    return {n: d for n, d in found.items() if not n.startswith(".")}
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    import huggingface_hub.constants
-
-    with running_hub() as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with used_hub(monkeypatch, tmp_path) as server:
         yield server
 
 
@@ -64,21 +51,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(time, "sleep", found.append)
     return found
-
-
-def quantkit(*words: object) -> tuple[int, str]:
-    """(exit status, everything printed) of a command, run in this process."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        status = run_app(lambda: app([str(w) for w in words]))
-    return status, printed.getvalue()
-
-
-def refused(*words: object) -> str:
-    status, said = quantkit(*words)
-    assert status == 2, said
-    assert TOKEN not in said
-    return said
 
 
 def test_publishes_shards_first_and_what_loads_last(hub: Hub, tmp_path: Path) -> None:
@@ -309,15 +281,14 @@ def test_killed_anywhere_and_run_again(hub: Hub, tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from quantkit.export.hub import open_repo;"
         "from quantkit.export.push import push_folder; push_folder(Path(sys.argv[1]), open_repo('org/new'))"
     )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {
-        "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"),
-    }  # fmt: skip
     chosen = random.Random(0)
     killed = 0
     for point in sorted(chosen.sample(range(2, 26), int(os.environ.get("QUANTKIT_KILLS", "8")))):
         hub.asked.clear()
         command = [sys.executable, "-c", code, str(folder)]
-        client = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        client = subprocess.Popen(
+            command, env=environment(hub, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while client.poll() is None and len(hub.asked) < point:
             time.sleep(0.002)
         time.sleep(chosen.random() * 0.02)
