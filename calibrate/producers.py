@@ -111,7 +111,7 @@ class _Trace(TorchDispatchMode):
         self._alive.append(out)
         if not changes and any(_storage(out) == _storage(x) for x in inputs):
             return
-        if name in _COPIES and inputs[0].is_contiguous():
+        if name in _COPIES and _whole(inputs[0]):
             self._same[_storage(out)] = self.key(inputs[0])
         elif name not in _SHAPES:
             self.add(_Op(name, inputs, out))
@@ -128,13 +128,14 @@ class _Trace(TorchDispatchMode):
         return self._parameters.get(self.key(x))
 
     def product(self, op: _Op) -> _Product | None:
-        """The operation as the product with a matrix of a layer, or None."""
+        """The operation as the product with a matrix of a layer, rows of which are outputs, or None."""
         order = {"mm": (0, 1, 2), "linear": (0, 1, 2), "addmm": (1, 2, 0)}.get(op.name)
         if order is None:
             return None
         x, w, *bias = (op.inputs[i] for i in order if i < len(op.inputs))
         names = [self.name(p) for p in (w, *bias)]
-        if names[0] is None or None in names:
+        sideways = op.name != "linear" and w.stride(0) != 1 and w.numel() == _size(w)  # stored [I, O]
+        if names[0] is None or None in names or sideways:
             return None
         return _Product(x, w, names[0], names[1] if bias else None)
 

@@ -107,6 +107,8 @@ def test_a_plain_norm_is_found() -> None:
         (lambda m, x: m.b(torch.relu(m.a(x))), "b.weight"),
         (lambda m, x: m.b(m.a(x).transpose(1, 2).reshape(1, 2, 8)), "b.weight"),  # channels are mixed
         (lambda m, x: m.b((m.weight * x).flip(2)), "b.weight"),
+        (lambda m, x: m.b(t := m.weight * x) + t @ m.a.weight, "b.weight"),  # columns of `a` are outputs
+        (lambda m, x: m.b((m.weight * x)[:, :1].clone()), "b.weight"),  # a part
     ],
 )
 def test_what_must_not_be_scaled(forward: Callable[[Layer, Tensor], Tensor], reader: str) -> None:
