@@ -187,7 +187,7 @@ def test_from_source_to_a_verified_checkpoint(
     source = FAMILIES[model](tmp_path / "s")
     (tmp_path / "r.yaml").write_text(RULE.format(role=role, scheme=scheme, algorithm=algorithm))
     plan = make_plan(load_recipe(str(tmp_path / "r.yaml")), open_checkpoint(source))
-    text = samples(n=8, length=64)
+    text = samples(n=4, length=64)
     result = calibrate_into(tmp_path / "run", plan, text, Settings(memory=1 << 28))
     assert set(result["layers"]) == {t.name for t in plan.tasks if t.fate == "quantize"}
     assert {f["method"] for f in result["layers"].values()} == {f"modelopt {algorithm}"}
@@ -195,7 +195,7 @@ def test_from_source_to_a_verified_checkpoint(
     run(plan_of_run(open_run(tmp_path / "run"), None, "vllm", ()), tmp_path / "o", jobs=1, memory=1 << 20)
     report = verify_checkpoint(tmp_path / "o", open_checkpoint(source), run=tmp_path / "run")
     assert report.passed, [c.failures for c in report.checks]
-    calibrate_into(tmp_path / "again", plan, text, Settings(memory=1 << 18))  # in several waves
+    calibrate_into(tmp_path / "again", plan, text, Settings(memory=1 << 20))  # in several waves
     assert files_of(tmp_path / "again" / "weights") == files_of(tmp_path / "run" / "weights")
 
 
