@@ -122,19 +122,26 @@ def _latent(engine: str) -> KVRules:
     return KVRules("none", (), True, why)
 
 
-def _sglang(model_type: str, usual: tuple[str, str]) -> KVRules:
+def sglang_class(model_type: str) -> Literal["maps", "native", "without", "unknown"]:
+    """What SGLang's class of a model does with KV scales: maps names, takes its own alone, drops all; or not known."""
     kind = model_type.removesuffix("_text")
     if kind in _SGLANG_WITHOUT:
+        return "without"
+    return "native" if kind in _SGLANG_NATIVE else "maps" if kind in _SGLANG_MAPS else "unknown"
+
+
+def _sglang(model_type: str, usual: tuple[str, str]) -> KVRules:
+    kind = sglang_class(model_type)
+    if kind == "without":
         why = (
             f"SGLang's class for {model_type} builds attention without a quantisation config: scales are dropped "
             "and an FP8 cache runs at 1.0"
         )
         return KVRules("none", (), False, why)
-    if kind in _SGLANG_NATIVE:
+    if kind == "native":
         return KVRules("measured", (usual, _NATIVE), True, None)
-    known = kind in _SGLANG_MAPS
     why = f"whether SGLang's class for {model_type} loads KV scales is not known: look for a warning when it starts"
-    return KVRules("measured", (usual,), True, None if known else why)
+    return KVRules("measured", (usual,), True, None if kind == "maps" else why)
 
 
 def scale_tensors(

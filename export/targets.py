@@ -20,12 +20,14 @@ FUSED = {
 }
 
 
-def with_fused_names(modules: Sequence[str]) -> list[str]:
+def with_fused_names(modules: Sequence[str], *, experts: bool = False) -> list[str]:
     """`modules` and, after the last shard of each set that engines fuse, the name of the fused layer.
 
+    experts  also the name of all experts of a layer, behind the first of them: what readers of ModelOpt's and `fp8`'s
+             lists ask for
+
     vLLM finds the shards of a fused layer through a table of the model class, which lacks `gate_up_proj` for some MoE
-    families; without the fused name it would build a layer that stays dense as a quantised one. Experts have no such
-    layer: they are fused as a whole.
+    families; without the fused name it would build a layer that stays dense as a quantised one.
     """
     known = set(modules)
     names: list[str] = []
@@ -33,6 +35,10 @@ def with_fused_names(modules: Sequence[str]) -> list[str]:
         names.append(module)
         stem, _, last = module.rpartition(".")
         if ".experts." in module:
+            whole = module.partition(".experts.")[0] + ".experts"
+            if experts and whole not in known:
+                known.add(whole)
+                names.append(whole)
             continue
         for fused, shards in FUSED.items():
             present = [s for s in shards if f"{stem}.{s}" in known]

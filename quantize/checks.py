@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.export.engines.kernels import cut_fault
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.plan import Task
@@ -59,24 +60,16 @@ def step_of(scheme: QuantScheme, inputs: int) -> int:
 
 def _blocked(kind: _Kind, tp: int, kv_heads: int) -> str:
     """Why a layer shape cannot be loaded over `tp` ranks, or an empty string."""
-    rows, inputs, scheme = kind.rows, kind.inputs, kind.scheme
-    block = scheme.granularity == "block"
-    if kind.split == "row":
-        step = step_of(scheme, inputs)
-        if inputs % tp or inputs // tp % step:
-            unit = {"group": "group", "block": "block"}.get(scheme.granularity, "packed word")
-            return f"{kind.example}: {inputs} inputs / {tp} is not a multiple of the {unit} {step}"
-    elif kind.split == "column":
-        share = tp
-        if kind.role in ("attention.k", "attention.v") and kv_heads and tp > kv_heads:
-            share = kv_heads  # each KV head is held by several ranks
-        if rows % share:
-            return f"{kind.example}: {rows} outputs do not divide by {tp}"
-        if block and rows // share % BLOCK and (tp > 1 or kind.joined):
-            return f"{kind.example}: {rows} outputs / {share} is not a multiple of the block {BLOCK}"
-    elif block and rows % BLOCK and kind.joined:
-        return f"{kind.example}: {rows} outputs are not a multiple of the block {BLOCK}"
-    return ""
+    scheme = kind.scheme
+    # each KV head is held by several ranks when there are more of these
+    few = kind.role in ("attention.k", "attention.v") and kv_heads and tp > kv_heads
+    why = cut_fault(
+        kind.split, kind.rows, kind.inputs, ranks=tp, holders=kv_heads if few else tp,
+        unit=step_of(scheme, kind.inputs),
+        unit_name={"group": "group", "block": "block"}.get(scheme.granularity, "packed word"),
+        block=scheme.granularity == "block", joined=kind.joined,
+    )  # fmt: skip
+    return f"{kind.example}: {why}" if why else ""
 
 
 def tensor_parallel(

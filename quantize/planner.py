@@ -58,7 +58,7 @@ def _layers(fates: Fates, tasks: Sequence[Task]) -> tuple[list[Layer], list[str]
         ignore.append(embedding.rpartition("model.embed")[0].removesuffix("model.") + "lm_head")
     if fates.format_name == "modelopt":
         ignore += [n for n in _mtp_heads(fates) if n not in ignore]
-    return layers, with_fused_names(ignore)
+    return layers, with_fused_names(ignore, experts=fates.format_name in ("modelopt", "fp8"))
 
 
 def _mtp_heads(fates: Fates) -> list[str]:

@@ -91,20 +91,28 @@ def plan_command(
     format_name: str | None,
     group: str | None,
     tp: Sequence[int],
+    engines: Sequence[str],
     jobs: int,
     memory: str,
     as_json: bool,
 ) -> None:
     """`quantkit plan`."""
     from quantkit.quantize.capacity import plan_facts
+    from quantkit.quantize.cli.show_engines import engines as show_engines
+    from quantkit.quantize.engines import check_engine_names, examine_plan
 
     budget = parse_bytes(memory)
+    check_engine_names(engines, tp)
     plan = load_plan(source, recipe, format_name, group, tp)
-    facts = plan_facts(plan, jobs, budget)
+    twins = examine_plan(plan, engines, tp)
+    facts = plan_facts(plan, jobs, budget) | ({"engines": [t.as_json() for t in twins]} if twins else {})
     if as_json:
         emit(facts)
     else:
         show.plan(plan, facts)
+    show_engines(twins)
+    if not all(t.passed for t in twins):
+        sys.exit(1)
 
 
 def export_command(
@@ -154,16 +162,29 @@ def verified(checkpoint: Path, source: Checkpoint | None, run: Path | None, jobs
         return verify_checkpoint(checkpoint, source, run=run, jobs=jobs, advance=advance, begun=begun)
 
 
-def verify_command(checkpoint: str, source: str | None, run: Path | None, jobs: int, as_json: bool) -> None:
+def verify_command(
+    checkpoint: str, source: str | None, run: Path | None, jobs: int, as_json: bool, *, engines: Sequence[str] = (),
+    tp: Sequence[int] = (),
+) -> None:  # fmt: skip
     """`quantkit verify`."""
+    from quantkit.quantize.cli.show_engines import engines as show_engines
+    from quantkit.quantize.engines import check_engine_names, examine_folder
+
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise QuantkitError("no such folder", file=checkpoint)
+    if tp and not engines:
+        raise QuantkitError("--tp says for how many ranks --engine looks", value=list(tp), hint="add --engine vllm")
+    check_engine_names(engines, tp)
     report = verified(folder, open_checkpoint(source) if source else None, run, jobs)
+    with _no_collection():
+        twins = examine_folder(folder, engines, tp) if engines else []
+    passed = report.passed and all(t.passed for t in twins)
     if as_json:
-        emit(report.as_json())
+        emit(report.as_json() | ({"engines": [t.as_json() for t in twins], "passed": passed} if twins else {}))
     show.report(report)
-    if not report.passed:
+    show_engines(twins)
+    if not passed:
         sys.exit(1)
 
 

@@ -38,6 +38,7 @@ from quantkit.quantize.cli.options import (
     Source,
     Text,
     TpSizes,
+    Twins,
 )
 from quantkit.quantize.cli.publish import push
 
@@ -59,14 +60,18 @@ def plan(
     format: FormatName = None,
     group: GroupSize = None,
     tp: TpSizes = None,
+    engine: Twins = None,
     jobs: Jobs = CORES,
     memory: Memory = "512MB",
     json: AsJson = False,
 ) -> None:
-    """Print what a run would do, from headers alone: fates, sizes, memory, and which TP sizes load."""
+    """Print what a run would do, from headers alone: fates, sizes, memory, and which TP sizes load.
+
+    With --engine also what the engine would do with the output; exit 1 when it refuses it or computes something else.
+    """
     from quantkit.quantize.cli.commands import plan_command
 
-    plan_command(source, recipe, format, group, tp or [], jobs, memory, json)
+    plan_command(source, recipe, format, group, tp or [], engine or [], jobs, memory, json)
 
 
 @app.command()
@@ -212,16 +217,18 @@ def verify(
         Path | None,
         typer.Option("--run", help="Calibration run: kernels use what it recorded."),
     ] = None,
+    engine: Twins = None,
+    tp: Annotated[list[int] | None, typer.Option("--tp", help="Ranks for --engine, 1 by default; repeatable.")] = None,
     jobs: Jobs = CORES,
     json: AsJson = False,
 ) -> None:
     """Check a checkpoint: every tensor once, sound scales; with --source every code and error, and the packed kernels.
 
-    Exit 1 on a failure.
+    --engine adds what an engine will do with each tensor. Exit 1 on a failure, or when an engine would refuse it.
     """
     from quantkit.quantize.cli.commands import verify_command
 
-    verify_command(checkpoint, source, run, jobs, json)
+    verify_command(checkpoint, source, run, jobs, json, engines=engine or [], tp=tp or [])
 
 
 @app.command()

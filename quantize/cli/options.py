@@ -42,6 +42,10 @@ Engine = Annotated[
     str,
     typer.Option("--engine", help="Names of KV scales: vllm, sglang, trtllm, transformers. After calibration only."),
 ]
+Twins = Annotated[
+    list[str] | None,
+    typer.Option("--engine", help="Say what vllm, sglang, trtllm or transformers would do with it; may be repeated."),
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...: where blocks are run.")]
 RemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
