@@ -192,10 +192,11 @@ def open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors, tuple(files), tuple(side))
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, headers_only: bool = False) -> Checkpoint:
     """Open a checkpoint by folder or by Hub id `org/name[@revision]`.
 
-    A Hub id is fetched into the Hub's own cache, by huggingface_hub, and opened from there.
+    A Hub id is fetched into the Hub's own cache, by huggingface_hub, and opened from there; with `headers_only` no
+    shard is fetched, and no weight can be read.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -205,22 +206,9 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     repo, _, revision = str(source).partition("@")
     if repo.count("/") != 1 or repo.startswith((".", "/")) or not all(repo.split("/")):
         raise QuantkitError("no such folder", file=source, allowed="a folder, or a Hub id such as org/name")
-    return open_folder(_download(repo, revision or None))
+    from quantkit.export.hub_source import fetch, open_headers
 
-
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    unwanted = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "metal/*"]
-    try:
-        return Path(snapshot_download(repo, revision=revision, ignore_patterns=unwanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        raise QuantkitError(
-            f"cannot fetch from the Hub: {str(e).strip().splitlines()[0]}",
-            value=f"{repo}@{revision or 'main'}",
-            hint="no such folder here either; check the name, the network and HF_TOKEN",
-        ) from e
+    return open_headers(repo, revision or None) if headers_only else open_folder(fetch(repo, revision or None))
 
 
 class Reader:

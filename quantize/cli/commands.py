@@ -59,9 +59,12 @@ def _no_collection() -> Iterator[None]:
 
 def load_plan(
     source: str, recipe: str | None, format_name: str | None, group: str | None, tp: Sequence[int],
-    engine: str = "vllm", *, per_rank: bool = False,
+    engine: str = "vllm", *, per_rank: bool = False, headers_only: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of a checkpoint and a recipe, or of a calibration run, which holds both."""
+    """The plan of a checkpoint and a recipe, or of a calibration run, which holds both.
+
+    With `headers_only` a checkpoint on the Hub is not fetched: the plan can be shown, not carried out.
+    """
     from quantkit.quantize.planner import make_plan
     from quantkit.quantize.recipe import load_recipe, with_int4_group
     from quantkit.quantize.run_source import is_run, open_run, plan_of_run
@@ -82,7 +85,7 @@ def load_plan(
     if any(n < 1 for n in tp):
         raise QuantkitError("a tensor-parallel size must be 1 or more", value=list(tp))
     with _no_collection():
-        return make_plan(loaded, open_checkpoint(source), format_name=format_name, tp=tp)
+        return make_plan(loaded, open_checkpoint(source, headers_only=headers_only), format_name=format_name, tp=tp)
 
 
 def plan_command(
@@ -103,7 +106,7 @@ def plan_command(
 
     budget = parse_bytes(memory)
     check_engine_names(engines, tp)
-    plan = load_plan(source, recipe, format_name, group, tp)
+    plan = load_plan(source, recipe, format_name, group, tp, headers_only=True)
     twins = examine_plan(plan, engines, tp)
     facts = plan_facts(plan, jobs, budget) | ({"engines": [t.as_json() for t in twins]} if twins else {})
     if as_json:
@@ -193,7 +196,7 @@ def inspect_command(checkpoint: str, as_json: bool) -> None:
     from quantkit.quantize.capacity import checkpoint_facts
 
     with _no_collection():
-        facts = checkpoint_facts(open_checkpoint(checkpoint))
+        facts = checkpoint_facts(open_checkpoint(checkpoint, headers_only=True))
     if as_json:
         emit(facts)
     else:

@@ -20,7 +20,7 @@ def quantize_command(
     reading: Reading, device: str, dtype: str, jobs: int, memory: str | None, as_json: bool, *, verify: bool,
 ) -> None:  # fmt: skip
     """Calibrate where the recipe needs it, export, verify against the source; exit status 1 when that fails."""
-    needed = load_plan(source, recipe, format_name, group, tp).recipe.needs_calibration
+    needed = load_plan(source, recipe, format_name, group, tp, headers_only=True).recipe.needs_calibration
     run = Path(f"{out}.run") if needed else None
     if run is not None:
         calibrate_command(source, recipe, run, group, reading, memory or MEMORY_CALIBRATING, device, dtype, 0, False)

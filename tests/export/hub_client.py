@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_server import TOKEN, Hub, running_hub
@@ -19,12 +21,21 @@ def used_hub(monkeypatch: pytest.MonkeyPatch, room: Path) -> Iterator[Hub]:
     import huggingface_hub.constants
 
     with running_hub() as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        point_to(server.url, monkeypatch)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(room / "no-token"))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(room / "cache"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
+
+
+def point_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_ENDPOINT was read when huggingface_hub was imported: set what it became."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def environment(hub: Hub, room: Path) -> dict[str, str]:
@@ -41,6 +52,12 @@ def quantkit(*words: object) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = run_app(lambda: app([str(w) for w in words]))
     return status, printed.getvalue()
+
+
+def document(said: str) -> dict[str, Any]:
+    """The JSON document among everything printed."""
+    found: dict[str, Any] = json.loads(said[said.index("{\n") : said.rindex("\n}") + 2])
+    return found
 
 
 def refused(*words: object) -> str:

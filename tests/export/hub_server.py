@@ -57,7 +57,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """State of the server. `asked` logs "METHOD path"; `sent` counts the bytes of LFS bodies received."""
+    """State of the server. `asked` logs "METHOD path"; `sent` counts bytes of LFS bodies received, `served` those of files."""
 
     repos: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -65,6 +65,7 @@ class Hub:
     asked: list[str] = field(default_factory=list)
     parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
     sent: int = 0
+    served: int = 0
     part_bytes: int = 1 << 40
     lock: threading.RLock = field(default_factory=threading.RLock)
     url: str = ""
@@ -330,9 +331,10 @@ class Handler(BaseHTTPRequestHandler):
         if m := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(m[1]), min(int(m[2] or len(data)), len(data) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-            self.answer(206, data[first : last + 1], headers)
-        else:
-            self.answer(200, data, headers)
+            data = data[first : last + 1]
+        if self.command == "GET":
+            self.hub.served += len(data)
+        self.answer(206 if "Content-Range" in headers else 200, data, headers)
 
     def answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         if self.lost:
