@@ -40,13 +40,15 @@ def _command(*words: object) -> None:
     assert status == 0, f"quantkit {' '.join(map(str, words))}: exit {status}\n{printed.getvalue()}"
 
 
-def calibrate(source: Path, out: Path, room: Path, *options: str, more: tuple[str, ...] = ()) -> Path:
-    """`quantkit calibrate` with random ids, export with `more` options, and verify; returns `out`."""
+def calibrate(source: Path, out: Path, room: Path, *options: str, more: tuple[str, ...] = (), length: int = 64) -> Path:
+    """`quantkit calibrate` with 8 samples of random ids, export with `more` options, and verify; returns `out`."""
     vocabulary = read_vocabulary(source)
-    np.save(room / "ids.npy", np.random.default_rng(0).integers(0, vocabulary, (8, 64)).astype(np.int32))
+    room.mkdir(parents=True, exist_ok=True)
+    np.save(room / "ids.npy", np.random.default_rng(0).integers(0, vocabulary, (8, length)).astype(np.int32))
     _command(
-        "calibrate", source, "-o", room / "run", "--text", room / "ids.npy", "--samples", 8, "--seq-len", 64, *options
-    )
+        "calibrate", source, "-o", room / "run", "--text", room / "ids.npy", "--samples", 8, "--seq-len", length,
+        *options,
+    )  # fmt: skip
     _command("export", room / "run", "-o", out, *more)
     _command("verify", out, "--source", source, "--run", room / "run")
     return out

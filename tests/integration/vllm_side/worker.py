@@ -139,12 +139,13 @@ def load_model(folder: str, draft: bool, result: dict[str, Any]) -> dict[str, An
 
 
 def greedy(job: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens for each prompt, with the five best candidates of every step."""
+    """Greedy tokens for each prompt, with the five best candidates of every step; `kv_cache` is a dtype of the cache."""
     from vllm import LLM, SamplingParams
 
     start = time.time()
     load_format = "auto" if job.get("as_is") else DENSE
-    llm = LLM(job["folder"], skip_tokenizer_init=True, load_format=load_format, **ENGINE)
+    cache = {"kv_cache_dtype": job["kv_cache"]} if "kv_cache" in job else {}
+    llm = LLM(job["folder"], skip_tokenizer_init=True, load_format=load_format, **ENGINE, **cache)
     built = time.time()
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False, logprobs=5)
