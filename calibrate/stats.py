@@ -86,6 +86,35 @@ class HessianSum:
         return Hessian(h_II, self.tokens, self.dropped)
 
 
+@dataclass(slots=True, eq=False)
+class PeerHessianSum:
+    """Adds up the Hessian of all experts of a layer in float64, few tokens at a time.
+
+    Which expert comes first depends on how many fit into memory: products of 16-bit inputs and their sums are exact in
+    float64 but for rare ones of very different size, so that the order does not show.
+    """
+
+    inputs: int
+    device: str = "cpu"
+    tokens: int = 0
+    _sum_II: Tensor = field(init=False)  # noqa: N815
+
+    def __post_init__(self) -> None:
+        self._sum_II = torch.zeros(self.inputs, self.inputs, dtype=torch.float64, device=self.device)
+
+    def update(self, x_TI: Tensor) -> None:
+        """Add tokens of any float dtype."""
+        _check_width(x_TI, self.inputs)
+        x_TI, _ = finite_rows(x_TI.to(self.device, torch.float64))
+        self._sum_II.addmm_(x_TI.T, x_TI)
+        self.tokens += len(x_TI)
+
+    def finish(self) -> Hessian:
+        """The symmetric matrix."""
+        upper_II = self._sum_II.mul(2 / max(self.tokens, 1)).float().triu()
+        return Hessian(upper_II + upper_II.triu(1).T, self.tokens)
+
+
 def blend(own: Hessian, layer: Hessian, kappa: float | None = None) -> Hessian:
     """An expert's Hessian with that of all experts of its layer: (n H_own + kappa H_layer) / (n + kappa).
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from quantkit.calibrate.input_blocks import InputBlocks, InputBlocksSum
 from quantkit.calibrate.kv import KVStats
-from quantkit.calibrate.stats import Hessian, HessianSum, blend
+from quantkit.calibrate.stats import Hessian, HessianSum, PeerHessianSum, blend
 from quantkit.kernels.errors import QuantkitError
 from torch import Tensor
 
@@ -19,6 +19,9 @@ SAMPLE_TOKENS = 8  # of the inputs of a layer, kept for the packed kernels
 # Share of a layer's tokens that may hold a NaN or infinity. One bad token spoils its whole sample (a masked value still
 # enters attention, as 0 x NaN): a share above this means that the source or the dtype is at fault, not a rare token.
 MAX_DROPPED = 0.01
+# Of the tokens that an expert sees in a batch, those that count for its whole layer: a quarter of the inputs' number of
+# them is what its Hessian is blended with, so a sample will do.
+PEER_TOKENS = 32
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -35,11 +38,14 @@ class Watch:
     kv       statistics of keys and values, or None
     sampled  modules of which some inputs are kept
     length   tokens of each text: what is run together is told apart in the cache
+    peers    sums over all experts of a layer, by `peers_key`, from an earlier watch of the block: experts come in waves
+             whose number must not show in a Hessian. Gathered here, for every expert that runs, when None
     """
 
     def __init__(
         self, sets: Iterable[tuple[str, ...]] = (), kv: KVStats | None = None, sampled: Iterable[str] = (),
         length: int = 0, device: str = "cpu", blocks: Iterable[tuple[str, ...]] = (),
+        peers: dict[str, PeerHessianSum] | None = None,
     ) -> None:  # fmt: skip
         self.kv_stats = kv
         self.samples: dict[str, Tensor] = {}
@@ -47,6 +53,8 @@ class Watch:
         self._blocks = {names[0]: InputBlocksSum() for names in blocks}
         self._layers: dict[str, Hessian] = {}  # of all experts of a layer, once the watch is over
         self._wanted = {names[0] for names in sets}
+        self._gathers = peers is None and any(peers_key(n) != n for n in self._wanted)
+        self.peers: dict[str, PeerHessianSum] = {} if peers is None else peers
         self._sampled = set(sampled)
         self._length = length
         self._device = device
@@ -58,6 +66,8 @@ class Watch:
             if first not in self._sums:
                 self._sums[first] = HessianSum(x_TI.shape[1], self._device)
             self._sums[first].update(x_TI)
+        if self._gathers and peers_key(first) != first:
+            self._peers_of(peers_key(first), x_TI.shape[1]).update(x_TI[:: -(-len(x_TI) // PEER_TOKENS)])
         if first in self._blocks:
             self._blocks[first].update(x_TI)
         for name in self._sampled.intersection(modules):
@@ -86,16 +96,14 @@ class Watch:
         if kind == names[0]:
             return seen
         if kind not in self._layers:
-            self._layers[kind] = self._of_layer(kind, inputs)
+            self._layers[kind] = self._peers_of(kind, inputs).finish()
         return blend(seen, self._layers[kind])
 
-    def _of_layer(self, kind: str, inputs: int) -> Hessian:
-        """All experts' inputs together: every token counts once for each expert that it was sent to."""
-        total = HessianSum(inputs, self._device)
-        for name, record in self._sums.items():
-            if peers_key(name) == kind:
-                total.merge(record)
-        return total.finish()
+    def _peers_of(self, kind: str, inputs: int) -> PeerHessianSum:
+        """All experts' inputs together: a token counts once for each expert that it was sent to."""
+        if kind not in self.peers:
+            self.peers[kind] = PeerHessianSum(inputs, self._device)
+        return self.peers[kind]
 
     def input_blocks(self, names: tuple[str, ...]) -> InputBlocks:
         """The ranges of the one input of a set of modules, of no tokens when none came."""

@@ -164,11 +164,13 @@ def _choose(
     tasks = {t.name: t for s in steps for t in s.tasks if t.name in methods}
     smoothed = smooth(block, states, plan, tasks, settings.memory, settings.device, lambda s: advance(_tokens(s)))
     stored = dict(smoothed.tensors)
+    peers = None
     for sets in _waves(block, steps, settings.memory):
-        watch = Watch(sets, device=settings.device)
+        watch = Watch(sets, device=settings.device, peers=peers)
         for state in block.show_all(states, watch, sets):
             advance(_tokens(state))
         watch.check_finite()
+        peers = watch.peers or None
         here = [s for s in steps if any(s.tasks[0].name in names for names in sets)]
         foreign = ask_modelopt(block, states, here, sets, methods)
         for names in sets:

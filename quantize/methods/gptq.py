@@ -147,7 +147,8 @@ def quantize(
         raise QuantkitError(
             "a weight of another width than its Hessian", value=list(w_OI.shape), allowed=len(factor.h_II)
         )
-    w_OI = w_OI.to(factor.h_II.device, torch.float32).contiguous()
+    # a copy: how a view lies in memory shows in the last bits of matrix products
+    w_OI = w_OI.to(factor.h_II.device, torch.float32, copy=True, memory_format=torch.contiguous_format)
     bad_O = ~torch.isfinite(w_OI.sum(1))
     if bool(bad_O.any()):
         raise QuantkitError(

@@ -121,8 +121,9 @@ def test_a_killed_run_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-def test_memory_changes_nothing(llama: Path, tmp_path: Path) -> None:
-    plan = plan_for(llama, tmp_path)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_memory_changes_nothing(family: str, tmp_path: Path) -> None:
+    plan = plan_for(FAMILIES[family](tmp_path / "source"), tmp_path)
     calibrate_into(tmp_path / "much", plan, samples(), SETTINGS)
     calibrate_into(tmp_path / "little", plan, samples(), Settings(memory=1 << 16))
     assert files_of(tmp_path / "much") == files_of(tmp_path / "little")
