@@ -61,7 +61,7 @@ def read_vocabulary(source: Path) -> int:
 
 def write_twin(source: Path, quantised: Path, out: Path) -> Path:
     """Write the dequantised twin of `quantised` as `out`; every tensor of the source must be accounted for."""
-    meaning = dequantize(quantised)
+    meaning = {n: x for n, x in dequantize(quantised).items() if not n.endswith((".k_scale", ".v_scale"))}
     plain = read(source)
     assert set(meaning) == set(plain), f"tensors differ from the source: {sorted(set(meaning) ^ set(plain))[:4]}"
     out.mkdir(parents=True)
