@@ -19,9 +19,14 @@ from quantkit.kernels.scheme import QuantScheme
 # codes, scale, zero: written row by row. The others are one small value for the whole layer:
 #   shape [O, I] as integers; multiplier and divisor: NVFP4's global scale and its reciprocal;
 #   tensor_scale: amax/448 of an FP8 tensor; input_scale and input_divisor: that of the activations, its reciprocal.
+#   g_idx: the group of each input, in order; ones: a factor for each input that is not used.
 PartKind = Literal[
-    "codes", "scale", "zero", "shape", "multiplier", "divisor", "tensor_scale", "input_scale", "input_divisor"
-]
+    "codes", "scale", "zero", "shape", "multiplier", "divisor", "tensor_scale", "input_scale", "input_divisor",
+    "g_idx", "ones",
+]  # fmt: skip
+# How INT4 codes, scales and zero points lie in their tensors: by rows, in pairs of rows, or with the inputs first as in
+# GPTQ (v1 stores one less than the zero point) and AWQ; `kernels/packed.py` and `kernels/layouts.py` have the details.
+Layout = Literal["rows", "pairs", "gptq-v1", "gptq-v2", "awq"]
 
 
 # What every reader accepts for an FP8 KV cache with a scale for the tensor; each key is required by one of them.
@@ -36,6 +41,7 @@ class Part:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    layout: Layout = "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Layer:
 
 
 class Format(Protocol):
-    """What a format module offers."""
+    """What a format module, or an object in its place, offers."""
 
     @property
     def SCHEMES(self) -> Sequence[str]:  # noqa: N802 - a constant of the module
@@ -73,10 +79,14 @@ class Format(Protocol):
 
 def format_module(name: str) -> Format:
     """The module of a format by name; raises QuantkitError with the known names."""
-    from quantkit.export import compressed_tensors, fp8_block, gptoss, modelopt
+    from quantkit.export import awq, compressed_tensors, fp8_block, gptoss, modelopt
+    from quantkit.export.gptq import Gptq
 
     formats: dict[str, Format] = {
         "compressed-tensors": compressed_tensors,
+        "gptq": Gptq(v2=False),
+        "gptq-v2": Gptq(v2=True),
+        "awq": awq,
         "modelopt": modelopt,
         "fp8": fp8_block,
         "mxfp4": gptoss,

@@ -114,6 +114,7 @@ def check_fused(weights: Mapping[str, Weight], fused: Mapping[str, str], reader:
 def _listed(config: Mapping[str, Any], names: Sequence[str]) -> set[str]:
     """Those of `names` that an ignore list of names and `re:` patterns covers."""
     entries = config.get("ignore") or config.get("modules_to_not_convert") or config.get("exclude_modules") or []
+    entries = [*entries, *("re:" + p[2:] for p in config.get("dynamic") or {} if p.startswith("-:"))]  # GPTQ
     exact = {e for e in entries if not e.startswith("re:")}
     patterns = [re.compile(e[3:]) for e in entries if e.startswith("re:")]
     return {n for n in names if n in exact or any(p.match(n) for p in patterns)}
@@ -136,7 +137,7 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
     only_kv = config.get("kv_cache_scheme") and not config.get("config_groups")
     if not any(w.encoding != "plain" for w in weights.values()) and config and not only_kv:
         failures.append("config.json has a quantization_config but no layer is quantised")
-    if config.get("quant_method") in ("compressed-tensors", "modelopt", "fp8") and quantized:
+    if config.get("quant_method") in ("compressed-tensors", "gptq", "awq", "modelopt", "fp8") and quantized:
         modules = [weights[n].module for n in quantized]
         covered = _listed(config, modules)
         failures += [f"{m}: is quantised, yet on the ignore list" for m in sorted(covered)[:20]]

@@ -12,7 +12,8 @@ unsigned 0..15 and w = (code - zero) * scale.
           scales  [G, O]
 
 compressed-tensors stores the transpose of GPTQ: `weight_packed` is `qweight.T`, `weight_zero_point` is v2's `qzeros.T`.
-Shape suffixes: O outputs, I inputs, G groups, W words.
+The functions `..._rows` go from and to its rows of bytes, all that lies between the layouts of a run.
+Shape suffixes: O outputs, I inputs, G groups, W words, B bytes of a row (I / 2, I a multiple of 8).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from quantkit.kernels.packed import I32, U8, pack_words, unpack_words
 
+_LOW, _HALF = np.uint8(15), np.uint8(4)
+_SIGNS = np.uint8(0x88)  # code + 8 to two's complement and back, in both nibbles of a byte
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ_ORDER[n] is the output that nibble n of a word holds
 
 
@@ -63,6 +66,35 @@ def awq_unpack_zeros(qzeros_GW: I32) -> U8:
 def awq_pack_zeros(zeros_GO: U8) -> I32:
     """AWQ `qzeros` [G, O / 8] of zeros 0..15 [G, O]; O must be a multiple of 8."""
     return pack_words(_reorder(zeros_GO, np.array(AWQ_ORDER)))
+
+
+def gptq_from_rows(codes_OB: U8) -> I32:
+    """Rows of compressed-tensors INT4 as columns of a GPTQ `qweight` [I / 8, O]."""
+    return np.ascontiguousarray(np.ascontiguousarray(codes_OB).view(np.int32).T)
+
+
+def awq_from_rows(codes_OB: U8) -> I32:
+    """Rows of compressed-tensors INT4 as columns of an AWQ `qweight` [I, O / 8]; O is a multiple of 8."""
+    outputs, width = codes_OB.shape
+    pairs_BO = np.ascontiguousarray(codes_OB.T)
+    nibbles_IO = np.stack((pairs_BO & _LOW, pairs_BO >> _HALF), axis=1).reshape(2 * width, outputs // 8, 8)
+    low, high = (nibbles_IO[:, :, AWQ_ORDER[n::2]] for n in (0, 1))
+    return np.ascontiguousarray(low | (high << _HALF)).reshape(2 * width, -1).view(np.int32)
+
+
+def row_pairs_from_rows(codes_OB: U8) -> U8:
+    """Rows of compressed-tensors INT4 as ModelOpt's bytes [O / 2, I] of two rows (`packed.py`); O is even."""
+    signed_OB = codes_OB ^ _SIGNS
+    even, odd = signed_OB[0::2], signed_OB[1::2]
+    pairs = np.stack(((even & _LOW) | (odd << _HALF), (even >> _HALF) | (odd & ~_LOW)), axis=2)
+    return pairs.reshape(len(even), -1)
+
+
+def rows_from_row_pairs(bytes_BI: U8) -> U8:
+    """The inverse of `row_pairs_from_rows`."""
+    first, second = bytes_BI[:, 0::2], bytes_BI[:, 1::2]
+    even, odd = (first & _LOW) | (second << _HALF), (first >> _HALF) | (second & ~_LOW)
+    return np.stack((even, odd), axis=1).reshape(2 * len(bytes_BI), -1) ^ _SIGNS
 
 
 def _reorder(nibbles: U8, order_N: NDArray[np.intp]) -> U8:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
+from quantkit.export.sources.int4_rows import ENCODINGS, int4_codes, int4_scales, int4_zeros
 from quantkit.export.sources.rows import Buffers, RowSource, global_scale, row_source, scale_values
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
@@ -21,7 +22,6 @@ from quantkit.kernels.cpu.rows import RowParts, quantize_rows, requantize_rows, 
 from quantkit.kernels.cpu.tails import add_moments, tail_loss, tail_weights
 from quantkit.kernels.elements import E4M3_VALUES
 from quantkit.kernels.measure import differing_codes
-from quantkit.kernels.packed import unpack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
 from quantkit.quantize.pairs import Pair
@@ -54,7 +54,7 @@ def compare(pair: Pair, reader: Reader, *, tails: bool = False) -> Compared:
         return _bytes(out.name, [(src.parts["codes"], out.parts["codes"])], reader)
     if out.encoding == "plain":
         return _decoded(pair, reader)
-    if src.encoding.startswith("gptq") and out.scheme == src.scheme:
+    if src.encoding != out.encoding and out.scheme is not None and out.scheme == src.scheme:
         return _values(pair, reader)
     if out.scheme is None or out.scheme == src.scheme:
         same = [(src.parts[k], t) for k, t in out.parts.items() if k in src.parts and k != "shape"]
@@ -138,19 +138,19 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: bool) -> 
     scale = _stored_scale(out, scheme, reader)
     if pair.out_expert is not None:
         scale = scale.reshape(out.shape[0], rows, -1)[pair.out_expert]
-    zero = _stored_zero(out, reader)
+    zero = int4_zeros(out, reader) if scheme.element == "int4" else None
     shared, scale_2 = _shared(out, scheme, reader)
     amax = float(shared or 0.0)
     h_I = _tails(source, rows, inputs) if tails else None
     w_RI = np.empty((chunk_rows(inputs, multiple), inputs), np.float32)
     hat_RI = np.empty_like(w_RI)
-    codes_at = out.parts["codes"].nbytes // math.prod(out.shape[:-1])  # bytes of a row
     sums = np.zeros(3, np.float64)
     differing = 0
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
         source.load(first, n_rows)
         stored.load(first, n_rows)
         plain = row_parts(scheme, chunk_rows(inputs, multiple), inputs)
+        on_disk = _stored_codes(out, out_row + first, n_rows, reader)
         for at, n in chunks_of(n_rows, inputs, multiple):
             source.decode(first + at, n, w_RI[:n])
             stored.decode(first + at, n, hat_RI[:n])
@@ -161,9 +161,7 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: bool) -> 
             own = scale if scale.ndim < 2 else np.ascontiguousarray(scale[begin:end])
             own_zero = None if zero is None else np.ascontiguousarray(zero[first + at : first + at + n])
             requantize_rows(w_RI[:n], scheme, half, own, own_zero, scale_2, part.codes)
-            on_disk = np.empty((n, codes_at), np.uint8)
-            reader.read_into(out.parts["codes"], (out_row + first + at) * codes_at, on_disk)
-            wrong = differing_codes(part.codes, on_disk, 8 if scheme.element == "e4m3" else 4)
+            wrong = differing_codes(part.codes, on_disk[at : at + n], 8 if scheme.element == "e4m3" else 4)
             if wrong and scale_2 is not None:
                 wrong = _farther(w_RI[:n], hat_RI[:n], part.codes, own, scale_2)
             differing += wrong
@@ -221,10 +219,10 @@ def _farther(
 
 def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[np.generic]:
     """The scales on disk in the arrays that the kernels use."""
+    if scheme.element == "int4":
+        return int4_scales(out, reader)
     info = out.parts["scale"]
     raw = reader.read(info)
-    if scheme.element == "int4":
-        return raw.view(np.uint16).reshape(info.shape)
     if scheme.element == "e2m1":
         return raw.reshape(math.prod(out.shape[:-1]), -1)
     values = scale_values(info, reader.read(info))
@@ -234,11 +232,14 @@ def _stored_scale(out: Weight, scheme: QuantScheme, reader: Reader) -> NDArray[n
     return values.reshape(rows, -1)
 
 
-def _stored_zero(out: Weight, reader: Reader) -> NDArray[np.int8] | None:
-    info = out.parts.get("zero")
-    return (
-        None if info is None else unpack_zero_points(reader.read(info).view(np.int32).reshape(info.shape), out.shape[0])
-    )
+def _stored_codes(out: Weight, first: int, rows: int, reader: Reader) -> NDArray[np.uint8]:
+    """Codes of some rows [rows, bytes of a row], as the kernels lay them out."""
+    if out.encoding in ENCODINGS:
+        return int4_codes(out, first, rows, reader)
+    width = out.parts["codes"].nbytes // math.prod(out.shape[:-1])
+    codes = np.empty((rows, width), np.uint8)
+    reader.read_into(out.parts["codes"], first * width, codes)
+    return codes
 
 
 def _shared(out: Weight, scheme: QuantScheme, reader: Reader) -> tuple[float | None, float | None]:

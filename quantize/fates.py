@@ -160,7 +160,7 @@ class Fates:
 
     def same(self, weight: Weight, scheme: QuantScheme) -> bool:
         """True when the source holds just the numbers that the scheme asks for, scales in a dtype that engines take."""
-        if weight.encoding.startswith("gptq") and (weight.parts["scale"].dtype == "F16") != self.half:
+        if weight.encoding.startswith(("gptq", "awq")) and (weight.parts["scale"].dtype == "F16") != self.half:
             return False
         return weight.scheme == scheme or scheme.name == as_fp8_block(weight)
 
@@ -229,12 +229,16 @@ class Fates:
             return self._passed(task, task.scheme)
         assert task.matrix is not None
         static = task.input_scale is not None
+        return self.made(task.scheme, task.matrix.rows, task.matrix.inputs, self.half, static, task.weight)
+
+    def made(
+        self, scheme: QuantScheme, rows: int, inputs: int, half: bool, static: bool, weight: Weight
+    ) -> list[Part]:  # fmt: skip
+        """The parts that the format makes of a layer; a fault, and none, where it refuses its shape."""
         try:
-            return self.format.parts(
-                task.scheme, task.matrix.rows, task.matrix.inputs, half=self.half, input_scale=static
-            )
+            return self.format.parts(scheme, rows, inputs, half=half, input_scale=static)
         except QuantkitError as e:
-            self.fault(e.message, task.weight, allowed=e.allowed, hint=e.hint)
+            self.fault(e.message, weight, value=e.value, allowed=e.allowed, hint=e.hint)
             return []
 
     def _passed(self, task: Task, scheme: QuantScheme) -> list[Part]:
@@ -252,12 +256,12 @@ class Fates:
             return []
         half = "scale" in weight.parts and weight.parts["scale"].dtype == "F16"
         out = []
-        for part in self.format.parts(scheme, *weight.shape, half=half, input_scale=static):
+        for part in self.made(scheme, *weight.shape, half, static, weight):
             own = weight.parts.get(part.kind)
             if own is not None and part.kind == "shape":
                 out.append(replace(part, dtype=own.dtype))
                 continue
-            if own is not None and own.nbytes != nbytes_of(part.dtype, part.shape):
+            if own is not None and part.kind != "g_idx" and own.nbytes != nbytes_of(part.dtype, part.shape):
                 self.fault("the source's scale does not fit this format", weight, value=f"{own.dtype} {own.shape}",
                            allowed=f"{part.dtype} {part.shape}")  # fmt: skip
             out.append(part)

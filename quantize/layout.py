@@ -35,7 +35,7 @@ def tensor_of(task: Task, part: Part) -> tuple[str, tuple[int, ...]]:
     experts = weight.shape[:1] if len(weight.shape) == 3 else ()
     if task.fate == "decode":
         return weight.name, (*experts, *part.shape)
-    if part.name in ("blocks", "scales"):  # gpt-oss: all experts in one tensor, the suffix joined by `_`
+    if part.name in ("blocks", "scales") and part.layout == "rows":  # gpt-oss: experts in one tensor, joined by `_`
         return f"{weight.name}_{part.name}", (*experts, *part.shape)
     return f"{weight.module if task.fate == 'pass' else task.name}.{part.name}", part.shape
 
@@ -77,7 +77,8 @@ def lay_out(
                 slot = laid[shard][1][position]
                 share = nbytes_of(part.dtype, part.shape)
                 index = task.matrix.expert if task.matrix and slot.nbytes != share else 0
-                outs.append(Out(part.kind, slot.name, part.dtype, part.shape, shard, slot.start + index * share, share))
+                outs.append(Out(part.kind, slot.name, part.dtype, part.shape, shard, slot.start + index * share, share,
+                                part.layout))  # fmt: skip
             settled.append(replace(task, outs=tuple(outs)))
         steps.append(Step(key, tuple(settled)))
     count = len(laid)

@@ -8,11 +8,12 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.safetensors_file import TensorInfo
-from quantkit.export.sources.rows import KMajorRows
+from quantkit.export.sources.int4_rows import ENCODINGS, int4_codes, int4_scales, int4_zeros
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.blocks import blocks_of
+from quantkit.quantize.int4_writer import Int4Writer
 from quantkit.quantize.plan import Out, Task
-from quantkit.quantize.target import NUMPY, Target
+from quantkit.quantize.target import Target
 
 COPY_BYTES = 8 << 20
 INPUT_SCALES = frozenset({"input_scale", "input_divisor"})  # of activations: numbers of the plan, not of the source
@@ -20,8 +21,9 @@ INPUT_SCALES = frozenset({"input_scale", "input_divisor"})  # of activations: nu
 
 def pass_through(task: Task, target: Target) -> None:
     """Bytes as published, under the names of the plan; NVFP4's global scale changes between divisor and multiplier."""
-    if task.fate == "pass" and task.weight.encoding.startswith("gptq"):
-        _repack_gptq(task, target)
+    layout = next((out.layout for out in task.outs if out.kind == "codes"), "rows")
+    if task.fate == "pass" and (layout != "rows" or task.weight.encoding in ENCODINGS[1:]):
+        _lay_out_anew(task, target)
         return
     named = dict(task.weight.parts) | {f"extra{i}": t for i, t in enumerate(task.weight.extra)}
     for out in task.outs:
@@ -32,8 +34,6 @@ def pass_through(task: Task, target: Target) -> None:
             copy_tensor(source, out, target)
         elif out.kind in INPUT_SCALES:
             target.write(out, stored_input_scale(task, out.kind))
-        elif out.kind == "shape":
-            target.write(out, np.array(task.weight.shape, NUMPY[out.dtype]))
         elif out.kind in ("divisor", "multiplier"):
             other = named["multiplier" if out.kind == "divisor" else "divisor"]
             value = target.reader.read(other).view(np.float32)
@@ -49,28 +49,17 @@ def stored_input_scale(task: Task, kind: str) -> NDArray[np.float32]:
     return value if kind == "input_scale" else np.float32(1) / value
 
 
-def _repack_gptq(task: Task, target: Target) -> None:
-    """Symmetric GPTQ codes and scales in the layout of compressed-tensors: the same numbers, transposed."""
-    outs = {out.kind: out for out in task.outs}
-    outputs, inputs = task.weight.shape
-    source = KMajorRows(task.weight, inputs, 0, target.reader, target.buffers)
-    if not source.plain_int4():
-        raise QuantkitError(
-            "the configuration says symmetric and in order, the zero points or g_idx do not",
-            file=task.weight.parts["zero"].file,
-            tensor=task.weight.name,
-            hint="give the layers `scheme: bf16`, or another group, to go by the tensors",
-        )
-    width = outs["codes"].nbytes // outputs
+def _lay_out_anew(task: Task, target: Target) -> None:
+    """INT4 codes, scales and zero points in the layout of another format: the same numbers."""
+    weight = task.weight
+    outputs, inputs = weight.shape
+    scale_OG, zero_OG = int4_scales(weight, target.reader), int4_zeros(weight, target.reader)
+    writer = Int4Writer({out.kind: out for out in task.outs}, outputs, inputs, target)
     for first, rows in blocks_of(outputs, inputs, target.memory):
-        source.load(first, rows)
-        codes_RB = np.empty((rows, width), np.uint8)
-        source.int4_codes(codes_RB)
-        target.write(outs["codes"], codes_RB, first * width)
-    scale = task.weight.parts["scale"]
-    scale_GO = target.reader.read(scale).view(np.uint16).reshape(scale.shape)
-    target.write(outs["scale"], np.ascontiguousarray(scale_GO.T))
-    target.write(outs["shape"], np.array(task.weight.shape, NUMPY[outs["shape"].dtype]))
+        codes_RB = int4_codes(weight, first, rows, target.reader)
+        lines = slice(first, first + rows)
+        writer.block(first, codes_RB, scale_OG[lines], None if zero_OG is None else zero_OG[lines])
+    writer.finish()
 
 
 def copy_tensor(source: TensorInfo, out: Out, target: Target) -> None:

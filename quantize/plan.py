@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quantkit.export.checkpoint import Checkpoint
-from quantkit.export.formats import Layer
+from quantkit.export.formats import Layer, Layout
 from quantkit.export.safetensors_file import Slot
 from quantkit.export.sources.detect import Weight
 from quantkit.kernels.scheme import QuantScheme
@@ -56,6 +56,7 @@ class Out:
     shard: int
     start: int
     nbytes: int
+    layout: Layout = "rows"
 
 
 @dataclass(frozen=True, slots=True)

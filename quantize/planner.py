@@ -26,7 +26,8 @@ def is_published(fates: Fates, tasks: Sequence[Task]) -> bool:
     given = any(t.input_scale is not None for t in tasks)
     if asked & {"quantize", "decode"} or fates.source.calibrated or given:
         return False
-    method = quantization_config(fates.source.config).get("quant_method")
+    quant = quantization_config(fates.source.config)
+    method = "gptq-v2" if quant.get("checkpoint_format") == "gptq_v2" else quant.get("quant_method")
     return "pass" not in asked or method == fates.format_name
 
 

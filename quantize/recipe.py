@@ -166,7 +166,7 @@ class Calibration(Strict):
 class Output(Strict):
     """One checkpoint to be written."""
 
-    format: Literal["compressed-tensors", "modelopt", "fp8", "mxfp4"] = "compressed-tensors"
+    format: Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "mxfp4"] = "compressed-tensors"
     tp: tuple[Annotated[int, Field(ge=1)], ...] = ()  # tensor-parallel sizes that have to load
     shard_size: int = Field(default=5_000_000_000, ge=1, le=45_000_000_000)  # bytes
 

@@ -30,3 +30,12 @@ class Target:
     def write(self, out: Out, data: NDArray[Any], at: int = 0) -> None:
         """Write the bytes of `data` at byte `at` of an output tensor."""
         write_all(self.fds[out.shard], np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, out.start + at)
+
+    def write_columns(self, out: Out, data_LC: NDArray[Any], first: int) -> None:
+        """Write columns `first` and on of an output tensor of L lines, of which `data_LC` holds all."""
+        line = out.nbytes // len(data_LC)
+        if data_LC.nbytes == out.nbytes:
+            self.write(out, data_LC)
+            return
+        for at, data_C in enumerate(data_LC):
+            self.write(out, data_C, at * line + first * data_LC.itemsize)

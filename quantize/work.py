@@ -29,12 +29,12 @@ from quantkit.kernels.cpu.rows import (
 )
 from quantkit.kernels.cpu.tails import add_moments, tail_weights
 from quantkit.kernels.errors import QuantkitError
-from quantkit.kernels.packed import pack_zero_points
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
+from quantkit.quantize.int4_writer import Int4Writer
 from quantkit.quantize.passing import INPUT_SCALES, pass_through, stored_input_scale
 from quantkit.quantize.plan import Matrix, Out, Step, Task
-from quantkit.quantize.target import NUMPY, Target
+from quantkit.quantize.target import Target
 
 
 class Measured(NamedTuple):
@@ -131,7 +131,7 @@ def _quantize(
     w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, multiple), matrix.inputs), np.float32)
     sq_err_R = np.empty(matrix.rows, np.float64)  # summed over the whole matrix at once: independent of the blocks
     sq_norm_R = np.empty(matrix.rows, np.float64)
-    zeros: list[NDArray[np.int8]] = []
+    int4 = Int4Writer(outs, matrix.rows, matrix.inputs, target) if scheme.element == "int4" else None
     for first, rows in _blocks(matrix, whole, target):
         if not whole:
             source.load(first, rows)
@@ -142,15 +142,16 @@ def _quantize(
             bad = quantize_rows(w_RI[:n], scheme, task.method, shared, target.half, part, h_I)
             if bad >= 0:
                 raise _not_finite(task, first + at + bad)
+        if int4 is not None:
+            int4.block(first, block.codes, block.scale, block.zero)
+            continue
         target.write(outs["codes"], block.codes, first * (outs["codes"].nbytes // matrix.rows))
         if "scale" in outs:
             scales = block.scale
             target.write(outs["scale"], scales, first // multiple * (scales.nbytes // scales.shape[0]))
-        if block.zero is not None:
-            zeros.append(block.zero)
-    if zeros:
-        target.write(outs["zero"], pack_zero_points(np.concatenate(zeros)))
-    _write_constants(outs, matrix.rows, matrix.inputs, task, shared, target)
+    if int4 is not None:
+        int4.finish()
+    _write_constants(outs, task, shared, target)
     return Measured(float(np.sum(sq_err_R)), float(np.sum(sq_norm_R)))
 
 
@@ -177,13 +178,9 @@ def share_of(
     return RowParts(block.codes[at : at + rows], scale, zero, sq_err_R[:rows], sq_norm_R[:rows])
 
 
-def _write_constants(
-    outs: dict[str, Out], rows: int, inputs: int, task: Task, shared: float | None, target: Target
-) -> None:
+def _write_constants(outs: dict[str, Out], task: Task, shared: float | None, target: Target) -> None:
     """The tensors of a layer that are one small value."""
     assert task.scheme is not None
-    if "shape" in outs:
-        target.write(outs["shape"], np.array([rows, inputs], NUMPY[outs["shape"].dtype]))
     if "divisor" in outs:
         target.write(outs["divisor"], np.array([nvfp4_global_divisor(shared or 0.0)], np.float32))
     for kind in ("multiplier", "tensor_scale"):

@@ -30,7 +30,7 @@ class Weight:
     name      `X.weight` for a linear layer however it is stored, else the tensor's own name
     shape     logical shape: [O, I], or [E, O, I] for fused experts
     encoding  how it is stored: `plain`, or one of the decoders of `export/sources/rows.py`
-    parts     kind -> tensor: codes, scale, zero, shape, divisor, multiplier, g_idx
+    parts     kind -> tensor: codes, scale, zero, shape, divisor, multiplier, g_idx, ones (a factor for each input)
     extra     activation scales that stand beside it (kept with a passed weight, dropped with a re-quantised one)
     scheme    the scheme these bytes already are, or None when no scheme of ours is the same
     """
@@ -136,11 +136,18 @@ def _fp8(t: TensorInfo, found: _Tensors, ue8m0: bool) -> Weight:
     return Weight(t.name, t.shape, kind, parts, found.extras(module), own)
 
 
+def _int4_scheme(scale: TensorInfo, group: int, groups: int, *, symmetric: bool) -> QuantScheme | None:
+    """The scheme of INT4 codes, None for scales that no engine takes. A row of one group is a channel as well."""
+    prefix = "int4" if symmetric else "int4a"
+    name = f"{prefix}-g{group}"
+    name = f"{prefix}-channel" if groups == 1 and name not in SCHEMES else name
+    return SCHEMES.get(name) if scale.dtype != "F32" else None
+
+
 def _packed_ct(t: TensorInfo, found: _Tensors) -> Weight:
     """compressed-tensors `weight_packed`: INT4 words (I32), or FP4 nibbles (U8) with E4M3 or E8M0 scales."""
     module = t.name.removesuffix(".weight_packed")
-    scale_name = f"{module}.weight_scale"
-    rows = t.shape[0]
+    scale_name, rows = f"{module}.weight_scale", t.shape[0]
     if t.dtype == "I32":
         scale = found.claim(scale_name, of=t, dtypes=FLOATS, why="the scale of a packed weight")
         claim = found.claim(f"{module}.weight_shape", of=t, dtypes=("I64", "I32"), why="the shape of a packed weight")
@@ -155,12 +162,8 @@ def _packed_ct(t: TensorInfo, found: _Tensors) -> Weight:
         groups = scale.shape[1] if len(scale.shape) == 2 else 0
         if scale.shape[:1] != (rows,) or not groups or (inputs % groups and groups != 1):
             raise _shape_error(scale, f"[{rows}, groups]")
-        group = inputs // groups
-        asym = "a" if zero else ""
-        name = f"int4{asym}-g{group}"  # a row that is one whole group is a channel as well
-        name = f"int4{asym}-channel" if groups == 1 and name not in SCHEMES else name
         parts = {"codes": t, "scale": scale, "shape": claim} | ({"zero": zero} if zero else {})
-        own = SCHEMES.get(name) if scale.dtype != "F32" else None
+        own = _int4_scheme(scale, inputs // groups, groups, symmetric=zero is None)
         return Weight(f"{module}.weight", (rows, inputs), "int4-ct", parts, found.extras(module), own)
     if t.dtype != "U8":
         raise QuantkitError(
@@ -170,36 +173,48 @@ def _packed_ct(t: TensorInfo, found: _Tensors) -> Weight:
             value=t.dtype,
             allowed="I32 (INT4), U8 (FP4)",
         )
-    inputs = t.shape[1] * 2
     scale = found.claim(scale_name, of=t, dtypes=("F8_E4M3", "U8", "F8_E8M0"), why="the scale of a packed weight")
-    if scale.dtype == "F8_E4M3":
-        divisor = found.claim(f"{module}.weight_global_scale", of=t, dtypes=("F32",), why="the global scale of NVFP4")
-        if scale.shape != (rows, inputs // 16):
-            raise _shape_error(scale, [rows, inputs // 16])
-        parts = {"codes": t, "scale": scale, "divisor": divisor}
-        return Weight(f"{module}.weight", (rows, inputs), "nvfp4", parts, found.extras(module), SCHEMES["nvfp4"])
-    if scale.shape != (rows, inputs // 32):
-        raise _shape_error(scale, [rows, inputs // 32])
+    return _fp4(t, scale, module, "divisor", "weight_global_scale", found)
+
+
+def _fp4(t: TensorInfo, scale: TensorInfo, module: str, second: str, suffix: str, found: _Tensors) -> Weight:
+    """NVFP4, whose scale of the tensor is the part `second`, or MXFP4, told apart by the dtype of the scales."""
+    rows, inputs = t.shape[0], t.shape[1] * 2
+    kind, group = ("nvfp4", 16) if scale.dtype == "F8_E4M3" else ("mxfp4", 32)
     parts = {"codes": t, "scale": scale}
-    return Weight(f"{module}.weight", (rows, inputs), "mxfp4", parts, found.extras(module), SCHEMES["mxfp4"])
+    if kind == "nvfp4":
+        parts[second] = found.claim(f"{module}.{suffix}", of=t, dtypes=("F32",), why="the global scale of NVFP4")
+    if scale.shape != (rows, inputs // group):
+        raise _shape_error(scale, [rows, inputs // group])
+    return Weight(f"{module}.weight", (rows, inputs), kind, parts, found.extras(module), SCHEMES[kind])
 
 
 def _u8_weight(t: TensorInfo, found: _Tensors) -> Weight:
-    """ModelOpt's `weight` in U8: NVFP4 (E4M3 scales and a multiplier) or MXFP4 (E8M0 scales)."""
+    """ModelOpt's `weight` in U8: NVFP4 (E4M3 scales and a multiplier), MXFP4 (E8M0 scales) or INT4 (float scales)."""
     module = t.name.removesuffix(".weight")
-    scale = found.claim(
-        f"{module}.weight_scale", of=t, dtypes=("F8_E4M3", "U8", "F8_E8M0"), why="the scale of a packed weight"
-    )
-    rows, inputs = t.shape[0], t.shape[1] * 2
-    if scale.dtype == "F8_E4M3":
-        multiplier = found.claim(f"{module}.weight_scale_2", of=t, dtypes=("F32",), why="the global scale of NVFP4")
-        if scale.shape != (rows, inputs // 16):
-            raise _shape_error(scale, [rows, inputs // 16])
-        parts = {"codes": t, "scale": scale, "multiplier": multiplier}
-        return Weight(t.name, (rows, inputs), "nvfp4", parts, found.extras(module), SCHEMES["nvfp4"])
-    if scale.shape != (rows, inputs // 32):
-        raise _shape_error(scale, [rows, inputs // 32])
-    return Weight(t.name, (rows, inputs), "mxfp4", {"codes": t, "scale": scale}, found.extras(module), SCHEMES["mxfp4"])
+    dtypes = ("F8_E4M3", "U8", "F8_E8M0", *FLOATS)
+    scale = found.claim(f"{module}.weight_scale", of=t, dtypes=dtypes, why="the scale of a packed weight")
+    if scale.dtype in FLOATS:
+        return _row_pairs(t, scale, found)
+    return _fp4(t, scale, module, "multiplier", "weight_scale_2", found)
+
+
+def _row_pairs(t: TensorInfo, scale: TensorInfo, found: _Tensors) -> Weight:
+    """ModelOpt's INT4: bytes [O/2, I] of two rows, scales [O, G], a factor for each input that may be 1."""
+    module = t.name.removesuffix(".weight")
+    rows, inputs = t.shape[0] * 2, t.shape[1]
+    groups = scale.shape[1] if len(scale.shape) == 2 else 0
+    if scale.shape[:1] != (rows,) or not groups or inputs % groups:
+        raise _shape_error(scale, f"[{rows}, groups]")
+    parts = {"codes": t, "scale": scale}
+    if f"{module}.pre_quant_scale" in found.all:
+        why = "the factor of the inputs"
+        ones = found.claim(f"{module}.pre_quant_scale", of=t, dtypes=("BF16", "F16"), why=why)
+        if ones.shape != (inputs,):
+            raise _shape_error(ones, [inputs])
+        parts["ones"] = ones
+    own = _int4_scheme(scale, inputs // groups, groups, symmetric=True)
+    return Weight(t.name, (rows, inputs), "int4-pairs", parts, found.extras(module), own)
 
 
 def _kmajor(t: TensorInfo, found: _Tensors, quant: Mapping[str, Any]) -> Weight:
@@ -219,12 +234,14 @@ def _kmajor(t: TensorInfo, found: _Tensors, quant: Mapping[str, Any]) -> Weight:
         encoding = "gptq-v2" if v2 else "gptq-v1"
         inputs = t.shape[0] * 8
         # symmetric and in the order of the inputs: the same numbers as INT4 of compressed-tensors, laid out otherwise
-        same = quant.get("sym") is True and not quant.get("desc_act") and scale.dtype != "F32"
-        own = SCHEMES.get(f"int4-g{inputs // scale.shape[0]}") if same else None
+        same = quant.get("sym") is True and not quant.get("desc_act")
+        own = _int4_scheme(scale, inputs // scale.shape[0], scale.shape[0], symmetric=True) if same else None
         return Weight(f"{module}.weight", (outputs, inputs), encoding, parts, (), own)
     if t.shape[1] * 8 != outputs:
         raise _shape_error(scale, f"[groups, {t.shape[1]}] (GPTQ) or [groups, {t.shape[1] * 8}] (AWQ)")
-    return Weight(f"{module}.weight", (outputs, t.shape[0]), "awq", parts)
+    symmetric = quant.get("sym") is True or quant.get("zero_point") is False
+    own = _int4_scheme(scale, t.shape[0] // scale.shape[0], scale.shape[0], symmetric=symmetric)
+    return Weight(f"{module}.weight", (outputs, t.shape[0]), "awq", parts, (), own)
 
 
 def _gptoss(t: TensorInfo, found: _Tensors) -> Weight:

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
+from quantkit.export.sources.int4_rows import ENCODINGS, has_factor, int4_codes, int4_scales, int4_zeros
 from quantkit.export.sources.rows import GROUP_OF, global_scale, scale_values
 from quantkit.kernels.matrix import PackedMatrix, ScaleBits, code_bytes, scale_shape
+from quantkit.kernels.packed import pack_zero_points
 from quantkit.kernels.scheme import BLOCK, SCHEMES, QuantScheme
 
 
@@ -27,6 +29,7 @@ class PackedRows:
     """A weight of `rows` rows from row `first_row` of its tensors on; `scale` and `zero` are those of the whole tensor.
 
     multiple  where a block of rows may begin: scales of 128 rows, zero points of 8
+    codes     all codes of a weight that does not lie by rows in its file
     """
 
     scheme: QuantScheme
@@ -38,13 +41,17 @@ class PackedRows:
     zero: NDArray[np.int32] | None
     global_scale: float
     multiple: int
+    codes: NDArray[np.uint8] | None = None
 
     def read(self, first: int, rows: int, reader: Reader) -> PackedMatrix:
         """Rows `first` to `first + rows`; `first` is a multiple of `multiple`."""
         at = self.first_row + first
         width = code_bytes(self.scheme, self.inputs)
-        codes = np.empty((rows, width), np.uint8)
-        reader.read_into(self.weight.parts["codes"], at * width, codes)
+        if self.codes is not None:
+            codes = self.codes[at : at + rows]
+        else:
+            codes = np.empty((rows, width), np.uint8)
+            reader.read_into(self.weight.parts["codes"], at * width, codes)
         lines = slice(at, at + rows)
         if self.scheme.granularity == "tensor":
             lines = slice(0, 1)
@@ -61,7 +68,7 @@ def _scheme_of(weight: Weight) -> QuantScheme | None:
     if weight.scheme is not None:
         return weight.scheme
     if weight.encoding != "int4-ct":
-        return SCHEMES.get(weight.encoding)
+        return None if weight.encoding in ENCODINGS else SCHEMES.get(weight.encoding)
     groups = weight.parts["scale"].shape[-1]
     group = "channel" if groups == 1 else f"g{weight.shape[-1] // groups}"
     return SCHEMES.get(f"int4{'a' if 'zero' in weight.parts else ''}-{group}")
@@ -70,7 +77,9 @@ def _scheme_of(weight: Weight) -> QuantScheme | None:
 def packed_rows(weight: Weight, first_row: int, reader: Reader) -> PackedRows | None:
     """The rows from `first_row` of the flattened weight on, or None for an encoding without a packed kernel."""
     scheme = _scheme_of(weight)
-    if scheme is None or weight.encoding not in (*GROUP_OF, "int4-ct", "fp8-tensor", "fp8-channel", "fp8-block"):
+    if scheme is None or weight.encoding not in (*GROUP_OF, *ENCODINGS, "fp8-tensor", "fp8-channel", "fp8-block"):
+        return None
+    if has_factor(weight, reader):
         return None
     outputs, inputs = math.prod(weight.shape[:-1]), weight.shape[-1]
     info = weight.parts["scale"]
@@ -80,14 +89,15 @@ def packed_rows(weight: Weight, first_row: int, reader: Reader) -> PackedRows | 
         scale_format = "f16" if info.dtype == "F16" else "bf16"
         if info.dtype == "F32":
             return None
-        scale: NDArray[Any] = raw.view(np.uint16)
+        scale: NDArray[Any] = int4_scales(weight, reader)
     elif scheme.element == "e2m1":
         scale_format = "e4m3" if scheme.scale == "e4m3" else "e8m0"
         scale = raw
     else:
         scheme = SCHEMES["fp8-block"] if scheme.granularity == "block" else scheme
         scale = scale_values(info, raw)
-    zero = weight.parts.get("zero")
+    by_rows = scheme.element != "int4" or weight.encoding == "int4-ct"
+    zeros = int4_zeros(weight, reader) if scheme.element == "int4" else None
     return PackedRows(
         scheme=scheme,
         weight=weight,
@@ -95,9 +105,10 @@ def packed_rows(weight: Weight, first_row: int, reader: Reader) -> PackedRows | 
         first_row=first_row,
         scale=scale.reshape(scale_shape(scheme, outputs, inputs)),
         scale_format=scale_format,
-        zero=None if zero is None else reader.read(zero).view(np.int32).reshape(zero.shape),
+        zero=None if zeros is None else pack_zero_points(zeros),
         global_scale=float(global_scale(weight, reader)),
         multiple=BLOCK if scheme.granularity == "block" else 8,
+        codes=None if by_rows else int4_codes(weight, 0, outputs, reader),
     )
 
 

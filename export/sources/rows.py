@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import ITEMSIZE, TensorInfo
 from quantkit.export.sources.detect import Weight
-from quantkit.kernels import layouts
+from quantkit.export.sources.int4_rows import columns, int4_codes, kmajor_zeros
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.convert import bf16_to_f32, f16_to_f32
 from quantkit.kernels.elements import E4M3_VALUES, E8M0_VALUES
@@ -236,14 +236,10 @@ class KMajorRows:
         self._words: NDArray[np.int32] | None = None
 
     def load(self, first: int, rows: int) -> None:
-        info = self._weight.parts["codes"]
-        lines, columns = info.shape
         share = 8 if self._weight.encoding == "awq" else 1
         begin, end = first // share, -(-(first + rows) // share)
-        words = np.empty((lines, end - begin), np.int32)
-        for line in range(lines):
-            self._reader.read_into(info, (line * columns + begin) * 4, words[line])
-        self._first, self._words = begin * share, words
+        self._words = columns(self._weight.parts["codes"], begin, end, self._reader)
+        self._first = begin * share
 
     def decode(self, first: int, rows: int, out_RI: F32) -> None:
         assert self._words is not None
@@ -254,22 +250,25 @@ class KMajorRows:
         else:
             decode.gptq_to_f32(self._words[:, at : at + rows], scale, zero, self._g_idx, out_RI)
 
-    def plain_int4(self) -> bool:
-        """True when every zero point is 8 and the groups follow the order of the inputs."""
-        group = self._inputs // self._scale_GO.shape[0]
-        return bool((self._zero_GO == 8).all() and (self._g_idx == np.arange(self._inputs) // group).all())
 
-    def int4_codes(self, codes_RB: NDArray[np.uint8]) -> None:
-        """The loaded block of a GPTQ weight as rows of compressed-tensors INT4."""
-        assert self._words is not None
-        decode.gptq_to_int4(self._words, codes_RB)
+class PairRows:
+    """ModelOpt's INT4 in pairs of rows; its inputs may have a factor, which is part of the weight."""
 
+    def __init__(self, weight: Weight, reader: Reader) -> None:
+        self._weight, self._reader = weight, reader
+        scale, factor = weight.parts["scale"], weight.parts.get("ones")
+        self._scale_OG = scale_values(scale, reader.read(scale)).reshape(scale.shape)
+        self._factor_I = None if factor is None else scale_values(factor, reader.read(factor))
+        self._first, self._codes = 0, np.empty((0, 0), np.uint8)
 
-def kmajor_zeros(encoding: str, words: NDArray[np.int32], outputs: int) -> NDArray[np.uint8]:
-    """Zero points [G, O] of a GPTQ (v1 stores one less) or AWQ weight."""
-    if encoding == "awq":
-        return np.ascontiguousarray(layouts.awq_unpack_zeros(words)[:, :outputs])
-    return layouts.gptq_unpack_zeros(words, outputs, v2=encoding == "gptq-v2")
+    def load(self, first: int, rows: int) -> None:
+        self._first, self._codes = first, int4_codes(self._weight, first, rows, self._reader)
+
+    def decode(self, first: int, rows: int, out_RI: F32) -> None:
+        at, scale = first - self._first, self._scale_OG[first : first + rows]
+        decode.int4_to_f32(self._codes[at : at + rows], scale, np.zeros(scale.shape, np.int8), out_RI)
+        if self._factor_I is not None:
+            out_RI *= self._factor_I
 
 
 def row_source(
@@ -289,8 +288,9 @@ def row_source(
         return PlainRows(codes, inputs, first_row, reader, buffers)
     if weight.encoding in ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8"):
         return Fp8Rows(weight, inputs, first_row, reader, buffers)
-    if weight.encoding == "int4-ct":
-        return Int4Rows(weight, inputs, first_row, reader, buffers)
     if weight.encoding in GROUP_OF:
         return Fp4Rows(weight, inputs, first_row, reader, buffers)
+    if weight.encoding in ("int4-ct", "int4-pairs"):
+        by_row = weight.encoding == "int4-ct"
+        return Int4Rows(weight, inputs, first_row, reader, buffers) if by_row else PairRows(weight, reader)
     return KMajorRows(weight, inputs, first_row, reader, buffers)

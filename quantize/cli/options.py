@@ -14,7 +14,10 @@ RecipeName = Annotated[
 ]
 OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write; it must not hold anything yet.")]
 FormatName = Annotated[
-    str | None, typer.Option("--format", help="compressed-tensors, modelopt, fp8 or mxfp4; the recipe's by default.")
+    str | None,
+    typer.Option(
+        "--format", help="compressed-tensors, gptq, gptq-v2, awq, modelopt, fp8, mxfp4; the recipe's by default."
+    ),
 ]
 GroupSize = Annotated[
     str | None,
