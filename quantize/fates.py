@@ -162,7 +162,10 @@ class Fates:
         """True when the source holds just the numbers that the scheme asks for, scales in a dtype that engines take."""
         if weight.encoding.startswith(("gptq", "awq")) and (weight.parts["scale"].dtype == "F16") != self.half:
             return False
-        return weight.scheme == scheme or scheme.name == as_fp8_block(weight)
+        own = weight.scheme
+        if own is not None and scheme.granularity == "channel" and own.group_size == weight.shape[-1]:
+            own = replace(own, name=scheme.name, granularity="channel", group_size=0)  # one group is the whole row
+        return own == scheme or scheme.name == as_fp8_block(weight)
 
     def decoded(self, weight: Weight, role: str, scheme: QuantScheme) -> list[Task]:
         """Tasks that decode a weight; gpt-oss experts one by one, since BF16 stores them transposed."""

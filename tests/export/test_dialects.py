@@ -107,8 +107,8 @@ def test_zero_points_and_whole_rows(llama: Path, tmp_path: Path) -> None:
         assert verify_checkpoint(other, open_checkpoint(llama)).passed
         back = written(other, tmp_path, scheme, "compressed-tensors")
         assert files_of(back)["model.safetensors"] == files_of(plain)["model.safetensors"]
-    zero = dialects.layer(written(llama, tmp_path / "z", "int4a-g64", "awq"), MODULE)[2]
-    assert zero.any(), "the layer has no zero points to lose"
+        if scheme == "int4a-g64":
+            assert dialects.layer(other, MODULE)[2].any(), "the layer has no zero points to lose"
 
 
 def test_blocks_of_columns_give_the_bytes_of_the_whole(tmp_path: Path) -> None:
