@@ -115,15 +115,18 @@ class Push:
 
     def compare(self, files: Sequence[File]) -> None:
         """Raises QuantkitError unless the Hub holds every file with the local size and hash."""
-        wrong = [
-            QuantkitError(
-                "the Hub holds other bytes than were sent" if file.name in self.held else "the file is not on the Hub",
-                file=file.name, value=str(self.held.get(file.name, "nothing")),
-                hint="--force sends the file again" if file.name in self.held else GO_ON,
-            )
-            for file in files
-            if not self.has(file)
-        ]  # fmt: skip
+        wrong = []
+        for file in files:
+            if not self.has(file):
+                there = self.held.get(file.name)
+                wrong.append(
+                    QuantkitError(
+                        "the Hub holds other bytes than were sent" if there else "the file is not on the Hub",
+                        file=file.name, value=f"{there.size} bytes, hash {there.digest}" if there else None,
+                        allowed=f"{file.size} bytes and the hash of {file.path}",
+                        hint="--force sends the file again" if there else GO_ON,
+                    )
+                )  # fmt: skip
         if wrong:
             raise join_errors("the upload is damaged", wrong)
 

@@ -28,9 +28,12 @@ class Destination:
     stream: bool = False
 
     def open(self) -> Repo:
-        """The repository, made and checked for the right to see it."""
+        """The repository and the branch, made where they do not exist."""
+        from huggingface_hub.utils.tqdm import disable_progress_bars
         from quantkit.export.hub import open_repo
 
+        if not sys.stderr.isatty():
+            disable_progress_bars()  # a line for each shard is enough
         return open_repo(self.repo or "", private=self.private, revision=self.revision, create_pr=self.create_pr)
 
 
@@ -39,11 +42,8 @@ def _sent(file: File) -> None:
 
 
 def _push(folder: Path, repo: Repo, *, force: bool) -> dict[str, Any]:
-    from huggingface_hub.utils.tqdm import disable_progress_bars
     from quantkit.export.push import push_folder
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()  # a line for each shard is enough
     try:
         files = push_folder(folder, repo, force=force, report=_sent)
     except KeyboardInterrupt:
