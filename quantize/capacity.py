@@ -24,7 +24,7 @@ def step_bytes(step: Step) -> int:
     return sum(int(t.weight.nbytes * t.share) for t in step.tasks)
 
 
-def _fates(plan: Plan) -> list[dict[str, Any]]:
+def fates_of(plan: Plan) -> list[dict[str, Any]]:
     """One row for each role and fate."""
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for task in plan.tasks:
@@ -65,7 +65,7 @@ def plan_facts(plan: Plan, jobs: int, memory: int) -> dict[str, Any]:
         "memory_bytes": BASE_MEMORY + PER_TENSOR * tensors + memory,
         "jobs": jobs,
         "tp": {str(n): why or "loads" for n, why in plan.tp.items()},
-        "fates": _fates(plan),
+        "fates": fates_of(plan),
         "steps": len(plan.steps),
     }
 

@@ -124,6 +124,7 @@ class Plan:
     files: Mapping[str, Any]  # JSON files to write: config.json as a whole, and those of the format
     half: bool  # scales of the model's dtype are fp16, not bf16
     tp: Mapping[int, str] = field(default_factory=dict)  # size -> "" when it loads, else why not
+    calibration: Mapping[str, Any] = field(default_factory=dict)  # text, versions and digests of the run it comes from
 
     @property
     def tasks(self) -> list[Task]:
@@ -160,6 +161,7 @@ class Plan:
         source = "\n".join(
             f"{t.name} {t.dtype} {t.shape} {t.file.name} {t.start}" for t in self.source.tensors.values()
         ).encode()
+        run = {"calibration": digest(json.dumps(self.calibration, sort_keys=True).encode())} if self.calibration else {}
         work = "\n".join(
             f"{t.name} {t.fate} {t.scheme.name if t.scheme else ''} {t.method} {t.input_scale}" for t in self.tasks
         ).encode()
@@ -172,4 +174,5 @@ class Plan:
             "methods": digest(work),
             "layout of the shards": digest(b"".join(s.name.encode() + s.header for s in self.shards)),
             "configuration": digest(json.dumps(self.files, sort_keys=True).encode()),
+            **run,
         }

@@ -7,7 +7,6 @@ killed and how large the budget was leaves no trace in the output.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import queue
@@ -16,14 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from quantkit.export.checkpoint import INDEX, Reader
+from quantkit.export.checkpoint import Reader
+from quantkit.export.manifest import MANIFEST
 from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
-from quantkit.quantize.journal import Work, open_work, sync_folder, work_folder
+from quantkit.quantize.finish import write_files
+from quantkit.quantize.journal import Work, open_work, work_folder
 from quantkit.quantize.plan import Plan, Step
 from quantkit.quantize.recipe import InputScale
 from quantkit.quantize.recipe_method import CALIBRATED
@@ -33,11 +33,7 @@ from quantkit.quantize.target import Target
 from quantkit.quantize.work import Measured, run_step
 
 SYNC_SECONDS = 0.5  # about so much finished work is done again after a kill
-MANIFEST = "quantkit.json"
 NOT_HERE = -1  # in place of the descriptor of a shard that the Hub has
-# Files of a source that are weights in another form, or say how the source was quantised: not copied.
-NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
-SOURCE_QUANT_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", MANIFEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,7 @@ def run(
         seconds = time.monotonic() - begun
         # in the order of the plan, not of the threads: the manifest is part of the output
         measured = {n: Measured(*m) for step in plan.steps for n, m in work.done[step.name].items()}
-        _write_files(plan, work.checkpoint, measured)
+        write_files(plan, work.checkpoint, measured, jobs)
         work.publish(out)
     except OSError as e:
         raise no_space(e, out) or QuantkitError(f"cannot write the output: {e.strerror}", file=e.filename or out) from e
@@ -226,50 +222,3 @@ def _sync(work: Work, fds: list[int], touched: set[int], pending: dict[str, Any]
     work.append(pending)
     touched.clear()
     pending.clear()
-
-
-def _write_files(plan: Plan, folder: Path, measured: Mapping[str, Measured]) -> None:
-    """Everything beside the shards: side files byte for byte, configuration, index, manifest."""
-    for side in plan.source.side_files:
-        published = plan.format == "as published"
-        if side.suffix in NOT_COPIED or (side.name in SOURCE_QUANT_FILES and not (published and side.name != MANIFEST)):
-            continue
-        (folder / side).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(plan.source.folder / side, folder / side)
-    files: dict[str, Any] = dict(plan.files)
-    if plan.format == "as published":
-        shutil.copyfile(plan.source.folder / "config.json", folder / "config.json")
-        del files["config.json"]
-    if len(plan.shards) > 1:
-        files[INDEX] = plan.index
-    files[MANIFEST] = _manifest(plan, measured)
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as f:
-                os.fsync(f.fileno())
-    sync_folder(folder)
-
-
-def _manifest(plan: Plan, measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """What was done, for the verifier and for people: the plan's identity, each layer's fate and error."""
-    return {
-        "quantkit": version("quantkit"),
-        "format": plan.format,
-        "plan": plan.identity(),
-        "source": {"name": plan.source.folder.name, "bytes": plan.bytes_in, "tensors": len(plan.source.tensors)},
-        "headers": {shard.name: hashlib.sha256(shard.header).hexdigest() for shard in plan.shards},
-        "layers": {
-            t.name: {
-                "fate": t.fate,
-                "role": t.role,
-                **({"scheme": t.scheme.name, "method": t.method} if t.scheme else {}),
-            }
-            for t in plan.tasks
-            if t.fate != "keep"
-        },
-        **{n: sorted(names) for n in ("calibrated", "smoothed") if (names := getattr(plan.source, n))},
-        "dropped": {t.name: t.reason for t in plan.tasks if t.fate == "drop"},
-        "measured": {name: [m.sq_err, m.sq_norm] for name, m in measured.items()},
-    }

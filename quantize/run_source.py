@@ -45,6 +45,14 @@ class Run:
         return {int(n): (s["k"], s["v"]) for n, s in self.result["kv_scales"].items()}
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the run: its text without the folder it lay in, version, digests of weights."""
+        text = dict(self.result["text"])
+        if Path(text["origin"]).is_absolute():
+            text["origin"] = Path(text["origin"]).name
+        return {"quantkit": self.result["quantkit"], "text": text, "weights": self.result["weights"]}
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The language model's part of config.json."""
         return text_config(self.source.config)
@@ -80,9 +88,8 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
     form = format_name or run.recipe.output.format
     inputs = measured_scales(run.folder)
     if not run.scales:
-        return make_plan(
-            run.recipe, overlaid(run.source, run.folder), format_name=form, tp=tp, input_scales=inputs
-        )  # fmt: skip
+        plan = make_plan(run.recipe, overlaid(run.source, run.folder), format_name=form, tp=tp, input_scales=inputs)
+        return replace(plan, calibration=run.facts)
     rules = kv_rules(engine, form, run.config)
     if rules.reason:
         sys.stderr.write(f"KV cache: {rules.reason}\n")
@@ -94,7 +101,8 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
         write_tensors(file, {n: ("F32", (1,), np.asarray(x, np.float32)) for n, x in tensors.items()})
     source = overlaid(run.source, run.folder, kv=file, fp8_kv=rules.fp8)
     plan = make_plan(run.recipe, source, format_name=form, tp=tp, input_scales=inputs)
-    return replace(plan, files={**plan.files, **_json_files(run, tuple(tp) or TP, per_rank=per_rank)})
+    files = {**plan.files, **_json_files(run, tuple(tp) or TP, per_rank=per_rank)}
+    return replace(plan, files=files, calibration=run.facts)
 
 
 def attention_modules(source: Checkpoint, layers: Mapping[int, Any]) -> dict[int, str]:

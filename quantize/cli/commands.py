@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,11 +168,14 @@ def verified(checkpoint: Path, source: Checkpoint | None, run: Path | None, jobs
 
 def verify_command(
     checkpoint: str, source: str | None, run: Path | None, jobs: int, as_json: bool, *, engines: Sequence[str] = (),
-    tp: Sequence[int] = (),
+    tp: Sequence[int] = (), manifest: bool = False, junit: Path | None = None,
 ) -> None:  # fmt: skip
     """`quantkit verify`."""
+    from quantkit.export.manifest import check_manifest
+    from quantkit.export.verify import manifest_of
     from quantkit.quantize.cli.show_engines import engines as show_engines
     from quantkit.quantize.engines import check_engine_names, examine_folder
+    from quantkit.quantize.junit import write_junit
 
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -180,9 +184,13 @@ def verify_command(
         raise QuantkitError("--tp says for how many ranks --engine looks", value=list(tp), hint="add --engine vllm")
     check_engine_names(engines, tp)
     report = verified(folder, open_checkpoint(source) if source else None, run, jobs)
+    if manifest:
+        report = replace(report, checks=(*report.checks, check_manifest(folder, manifest_of(folder), jobs)))
     with _no_collection():
         twins = examine_folder(folder, engines, tp) if engines else []
     passed = report.passed and all(t.passed for t in twins)
+    if junit is not None:
+        write_junit(junit, report, twins)
     if as_json:
         emit(report.as_json() | ({"engines": [t.as_json() for t in twins], "passed": passed} if twins else {}))
     show.report(report)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import bench
+from quantkit.quantize.cli.checkpoints import card, inspect
 from quantkit.quantize.cli.options import (
     CORES,
     AsJson,
@@ -219,6 +220,8 @@ def verify(
     ] = None,
     engine: Twins = None,
     tp: Annotated[list[int] | None, typer.Option("--tp", help="Ranks for --engine, 1 by default; repeatable.")] = None,
+    manifest: Annotated[bool, typer.Option("--manifest", help="Compare every file with its SHA-256.")] = False,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="The checks as JUnit XML.")] = None,
     jobs: Jobs = CORES,
     json: AsJson = False,
 ) -> None:
@@ -228,17 +231,9 @@ def verify(
     """
     from quantkit.quantize.cli.commands import verify_command
 
-    verify_command(checkpoint, source, run, jobs, json, engines=engine or [], tp=tp or [])
-
-
-@app.command()
-def inspect(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder, or a Hub id.")], json: AsJson = False
-) -> None:
-    """Say what a checkpoint is: family, sizes, how the tensors of each role are stored."""
-    from quantkit.quantize.cli.commands import inspect_command
-
-    inspect_command(checkpoint, json)
+    verify_command(
+        checkpoint, source, run, jobs, json, engines=engine or [], tp=tp or [], manifest=manifest, junit=junit
+    )
 
 
 @app.command()
@@ -259,6 +254,8 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
         sys.stdout.write("\nModelOpt's, as far as a recipe can say them:\n" + "".join(f"{n}\n" for n in theirs))
 
 
+app.command()(inspect)
+app.command()(card)
 app.command()(push)
 app.add_typer(bench.app, name="bench")
 
