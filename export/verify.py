@@ -63,8 +63,16 @@ def check_files(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> l
 
 
 def check_scales(weights: Mapping[str, Weight], reader: Reader) -> Check:
-    """No scale is zero, negative where it must not be, infinite or NaN. (INT4 scales may be negative: signed range.)"""
-    failures = []
+    """No scale is zero, negative where it must not be, infinite or NaN. (INT4 scales may be negative: signed range.)
+
+    Nor is there one without the codes it belongs to: they were lost.
+    """
+    failures = [
+        f"{n}: a scale without a weight"
+        for n in weights
+        if n.endswith((".weight_scale", ".weight_scale_inv", ".scales"))
+        and f"{n.rpartition('.')[0]}.weight" not in weights
+    ]
     seen = 0
     for weight in weights.values():
         for kind in ("scale", "multiplier", "divisor"):

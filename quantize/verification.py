@@ -149,7 +149,7 @@ def verify_checkpoint(
         checks.append(check_fused(weights, fused, reader))
         checks += check_input_scales(checkpoint, weights, shared_inputs(placed), reader, measured_scales(run))
         ours = manifest is not None and manifest.get("format") != "as published"
-        checks.append(check_config(checkpoint, weights, _linear(weights, placed), ours=ours))
+        checks.append(check_config(checkpoint, weights, linear_weights(weights, placed), ours=ours))
         if source is not None:
             more, layers = _against_source(weights, source, run, manifest, recorded, reader, jobs, advance)
             checks += more
@@ -161,7 +161,7 @@ def verify_checkpoint(
     return Report(str(folder), tuple(checks), tuple(layers), tuple(kv), time.monotonic() - begun)
 
 
-def _linear(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list[str]:
+def linear_weights(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) -> list[str]:
     """Names of the 2-D weights of linear layers: embeddings and norms left out."""
     matrices = [n for n, w in weights.items() if n.endswith(".weight") and len(w.shape) == 2]
     return [n for n in matrices if placed[n].role.removeprefix("mtp.") not in ("embedding", "norm")]

@@ -1,4 +1,4 @@
-"""Commands about a checkpoint that is there: `inspect`, `card`, and their options."""
+"""Commands about a checkpoint that is there: `inspect`, `card`, `repair`, and their options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from quantkit.quantize.cli.options import AsJson
+from quantkit.quantize.cli.options import CORES, AsJson, Jobs, OutFolder
 
 Evaluation = Annotated[
     Path | None, typer.Option("--evaluation", metavar="FILE", help="What `quantkit evaluate --json` has printed.")
@@ -34,3 +34,21 @@ def card(
 
     recard(checkpoint, evaluation, base_model)
     sys.stderr.write(f"written: {checkpoint / 'README.md'}\n")
+
+
+def repair(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder to mend; it is not changed.")],
+    out: OutFolder,
+    source: Annotated[
+        str | None, typer.Option("--source", help="The checkpoint it was made from: gives side files that are missing.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Whose names of KV scales: vllm, sglang, trtllm, transformers.")
+    ] = "vllm",
+    jobs: Jobs = CORES,
+    json: AsJson = False,
+) -> None:
+    """Mend a checkpoint that engines refuse or load wrongly, as far as that needs no source, and say what it cost."""
+    from quantkit.quantize.cli.repair_command import repair_command
+
+    repair_command(checkpoint, out, source, engine, jobs, json)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import bench
-from quantkit.quantize.cli.checkpoints import card, inspect
+from quantkit.quantize.cli.checkpoints import card, inspect, repair
 from quantkit.quantize.cli.options import (
     CORES,
     AsJson,
@@ -256,6 +256,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
 
 app.command()(inspect)
 app.command()(card)
+app.command()(repair)
 app.command()(push)
 app.add_typer(bench.app, name="bench")
 
