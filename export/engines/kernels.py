@@ -30,7 +30,8 @@ def cut_fault(
     joined   an engine joins it with layers that come behind: a partial last block would shift those
     """
     if split == "row":
-        if inputs % ranks or inputs // ranks % unit:
+        # a partial last block of inputs stays where it is when nothing is cut
+        if inputs % ranks or (inputs // ranks % unit and (ranks > 1 or not block)):
             return f"{inputs} inputs / {ranks} is not a multiple of the {unit_name} {unit}"
     elif split == "column":
         if rows % holders:
@@ -89,10 +90,20 @@ def check_cuts(subject: Subject) -> Iterator[Finding]:
             unit_name=unit_name, block=scheme.kind == "fp8-block", joined=joined,
         )  # fmt: skip
         if why:
-            overlap = subject.method == "fp8" and subject.rules.name == "vllm" and "outputs" in why
+            overlap = "outputs" in why and _overlaps(subject, kind)
             what = f"{module.leaf}: {why}" + (": rows of scales overlap" if overlap else "")
             fix = "another --tp, a smaller group, or keep these layers"
             yield Finding("silently wrong" if overlap else "refused", module.name, what, fix, kind.count)
+
+
+def _overlaps(subject: Subject, kind: Kind) -> bool:
+    """VLLM's method fp8 checks no shards: each gets whole rows of scales, and it is only noticed when they run out."""
+    if subject.method != "fp8" or subject.rules.name != "vllm" or not kind.layer.fused:
+        return False
+    sizes = [m.rows // _holders(subject, m) for m in kind.layer.shards]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    rows = -(-sum(sizes) // BLOCK)
+    return all(-(-at // BLOCK) - (-n // BLOCK) <= rows for at, n in zip(starts, sizes, strict=True))
 
 
 def check_kernels(subject: Subject) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ Shape = tuple[int, ...]
 _BLOCK = 128
 _ONE: tuple[Shape, ...] = ((1,), ())
 _MODEL = ("BF16", "F16")
+_LISTS = "correct the ignore list and the targets: full names, one per shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,21 +155,31 @@ def check_stored(subject: Subject) -> Iterator[Finding]:
 
 def _lost(subject: Subject, kind: Kind, why: str) -> Finding:
     """Tensors that the built layer has no parameter for."""
-    verdict = "silently wrong" if kind.layer.kind == "experts" else subject.rules.unknown_name
+    verdict = subject.rules.unknown_name
     how = "dropped, at most with a warning" if verdict == "silently wrong" else "refused: no parameter of that name"
-    fix = "correct the ignore list and the targets: full names, one per shard"
-    return Finding(verdict, kind.example.name, f"{why}: its tensors are {how}", fix, kind.count)
+    return Finding(verdict, kind.example.name, f"{why}: its tensors are {how}", _LISTS, kind.count)
 
 
 def _unexpected(subject: Subject, kind: Kind, parts: Mapping[str, Wanted]) -> Finding:
     """An unquantised weight for a layer that is built quantised."""
     assert kind.scheme is not None
-    fix = "name the layer in the ignore list, in full and one per shard"
+    module = kind.example
     what = f"is not quantised, but the configuration has this layer as {kind.scheme.title}"
-    if "weight" in parts:  # converted by value into a parameter of the same name
-        return Finding("silently wrong", kind.example.name, f"{what}: values are converted, scales stay unset", fix,
-                       kind.count)  # fmt: skip
-    return _lost(subject, kind, what)
+    if "weight" not in parts:
+        return _lost(subject, kind, what)
+    shape = module.tensors["weight"].shape
+    if shape in parts["weight"].shapes or _is_cut_off(module, shape, parts["weight"].shapes[0]):
+        what = f"{what}: values are converted, scales stay unset"
+        return Finding("silently wrong", module.name, what, _LISTS, kind.count)
+    return Finding("refused", module.name, f"{what}: shapes differ", _LISTS, kind.count)
+
+
+def _is_cut_off(module: Module, shape: Shape, right: Shape) -> bool:
+    """Too long along the cut over ranks alone: a rank takes its share from the start, in silence."""
+    cut = {"column": 0, "row": 1}.get(module.split)
+    return len(shape) == len(right) == 2 and all(
+        a > b if i == cut else a == b for i, (a, b) in enumerate(zip(shape, right, strict=True))
+    )
 
 
 def _differences(subject: Subject, kind: Kind, scheme: Stated, parts: Mapping[str, Wanted]) -> Iterator[Finding]:
@@ -182,12 +193,18 @@ def _differences(subject: Subject, kind: Kind, scheme: Stated, parts: Mapping[st
         elif header.dtype not in want.dtypes:
             yield _other_dtype(module, name, header.dtype, want.dtypes, scheme, count)
         elif header.shape not in want.shapes:
-            yield Finding("refused", full, f"{name} {_sides(header.shape, want, module)}",
-                          "store it plain and row-major, as the format's description has it", count)  # fmt: skip
+            yield _other_shape(subject, kind, name, header.shape, want)
 
 
-def _sides(shape: Shape, want: Wanted, module: Module) -> str:
-    return f"is {list(shape)}, a layer of [{module.rows}, {module.inputs}] needs {list(want.shapes[0])}"
+def _other_shape(subject: Subject, kind: Kind, name: str, shape: Shape, want: Wanted) -> Finding:
+    """Too long along the cut is cut off in silence; every other difference is an error."""
+    module, right = kind.example, want.shapes[0]
+    what = f"{name} is {list(shape)}, a layer of [{module.rows}, {module.inputs}] needs {list(right)}"
+    fix = "store it plain and row-major, as the format's description has it"
+    turned = subject.method in ("gptq", "awq")  # [inputs, outputs]
+    if not turned and subject.rules.name in ("vllm", "sglang") and _is_cut_off(module, shape, right):
+        return Finding("silently wrong", f"{module.name}.{name}", f"{what}: the rest is cut off", fix, kind.count)
+    return Finding("refused", f"{module.name}.{name}", what, fix, kind.count)
 
 
 def _missing(subject: Subject, scheme: Stated, name: str, full: str, count: int) -> Finding:

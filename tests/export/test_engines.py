@@ -367,7 +367,11 @@ TRAPS: dict[str, Case] = {
     # 5: the kernel's layout
     "scales padded and swizzled for a kernel": (
         "nvfp4", tensors(lambda t: each(t, "k_proj.weight_scale", lambda x: torch.cat([x.view(torch.uint8)] * 2).view(x.dtype))),
-        [("vllm", REFUSED, "weight_scale is"), ("sglang", REFUSED, "needs")],
+        [("vllm", WRONG, "the rest is cut off"), ("sglang", WRONG, "cut off"), ("transformers", REFUSED, "weight_scale is")],
+    ),
+    "scales in another order": (
+        "nvfp4", tensors(lambda t: each(t, "weight_scale", lambda x: x.view(torch.uint8).T.contiguous().view(x.dtype))),
+        [(e, REFUSED, "weight_scale is") for e in ENGINES],
     ),
     "GPTQ in Marlin's order": ("gptq", edit(lambda c: c.update(checkpoint_format="marlin")), [("sglang", REFUSED, "Marlin")]),
     # 6: names of KV scales
