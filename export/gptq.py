@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.export.formats import Layer, Layout, Part
-from quantkit.export.targets import target_patterns
+from quantkit.export.targets import target_patterns, with_fused_names
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import QuantScheme
 
@@ -73,7 +73,8 @@ class Gptq:
         """
         scheme = the_scheme(layers, "gptq", fp8_kv=fp8_kv)
         quantized = [layer.module for layer in layers if layer.scheme]
-        (patterns,) = target_patterns([ignore], quantized) if ignore else ([],)
+        # `ignore` has the names of fused layers: without theirs, a pattern of one layer would take that of every layer
+        (patterns,) = target_patterns([ignore], with_fused_names(quantized)) if ignore else ([],)
         return {
             "config.json": {
                 "quant_method": "gptq",

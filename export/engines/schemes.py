@@ -149,13 +149,14 @@ MODELOPT: dict[str, Stated] = {
 }
 
 
-def modelopt_scheme(algorithm: str, quant: Mapping[str, Any]) -> Stated:
-    """The scheme of one `quant_algo`."""
+def modelopt_scheme(algorithm: str, quant: Mapping[str, Any], size: int | None = None) -> Stated:
+    """The scheme of one `quant_algo`; `size` of a group as said for one layer, else what the configuration says."""
     found = MODELOPT.get(algorithm, Stated("other"))
     groups = list((quant.get("config_groups") or {}).values())
     if algorithm == "NVFP4" and groups and all(g.get("input_activations") is None for g in groups):
         found = MODELOPT["W4A16_NVFP4"]
-    group = quant.get("group_size") if found.kind == "int4" else None
+    sizes = [size, quant.get("group_size"), *((g.get("weights") or {}).get("group_size") for g in groups)]
+    group = next((n for n in sizes if n), None) if found.kind == "int4" else None
     return Stated(found.kind, group or found.group, found.symmetric, found.inputs, algorithm)
 
 
@@ -167,15 +168,13 @@ def _modelopt(quant: Mapping[str, Any], layer: Layer, rules: Rules, excluded: Na
     if algorithm != "MIXED_PRECISION":
         return modelopt_scheme(algorithm, quant)
     layers = quant.get("quantized_layers") or {}
-    said = {
-        str((layers.get(n) or {}).get("quant_algo"))
-        for n in (layer.asked if layer.name not in layers else [layer.name])
-    }
+    entries = [layers.get(n) or {} for n in ([layer.name] if layer.name in layers else layer.asked)]
+    said = {(e.get("quant_algo"), e.get("group_size")) for e in entries}
     if len(said) > 1:
         return Finding("refused", layer.name, "shards of one layer have different algorithms in `quantized_layers`",
                        "one algorithm for all shards of a fused layer and for all experts")  # fmt: skip
-    (one,) = said
-    return None if one == "None" else modelopt_scheme(one, quant)
+    ((one, size),) = said
+    return None if one is None else modelopt_scheme(str(one), quant, size)
 
 
 def _fp8(quant: Mapping[str, Any], layer: Layer, rules: Rules, skipped: Names) -> Resolved:

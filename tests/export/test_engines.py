@@ -131,7 +131,11 @@ def reasons(name: str, form: str, family: str, engine: str) -> set[str]:
         algorithm = {"fp8-channel": "FP8_PER_CHANNEL_PER_TOKEN", "fp8-block": "FP8_PB_WO"}.get(name)
         if engine == "transformers":
             return {"no reader for ModelOpt"}
+        if name.startswith("int4") and engine != "trtllm":
+            return {"the algorithm W4A16_AWQ"}
         return {f"the algorithm {algorithm}"} if engine == "sglang" and algorithm else set()
+    if form in ("gptq", "awq") and engine == "trtllm":
+        return {"not a format of this engine"}
     if form == "mxfp4" and family != "gpt_oss":
         return {"mxfp4 is for gpt-oss alone"}
     if form == "compressed-tensors" and moe and engine == "transformers" and name.startswith("nvfp4"):
@@ -149,7 +153,7 @@ def plans(folder: Path, name: str) -> Iterator[tuple[str, Any]]:
     recipe = load_recipe(name)
     if "int4" in name:
         recipe = with_int4_group(recipe, "32")
-    for form in ("compressed-tensors", "modelopt", "fp8", "mxfp4"):
+    for form in ("compressed-tensors", "modelopt", "fp8", "mxfp4", "gptq", "awq"):
         try:
             plan = make_plan(recipe, open_checkpoint(folder), format_name=form)
         except QuantkitError:
