@@ -74,6 +74,9 @@ demo: $(VENV)/calibrate.stamp $(VENV)/demo.stamp $(VENV)/wheel.stamp
 	@$(call quantize,nvfp4,-r nvfp4)
 	@$(call quantize,fp8,-r fp8-channel)
 	@$(call calibrate,gptq,-r int4-gptq-kv-fp8 --group 64 --samples 64 --seq-len 512)
+	@$(call dialect,gptq,gptq)
+	@$(call dialect,gptq,awq)
+	@$(call dialect,gptq,modelopt)
 	@$(call evaluate,int4,int4)
 	@$(call evaluate,gptq,gptq)
 	@$(call evaluate,gptq,gptq-kv,--kv)
@@ -93,7 +96,15 @@ define calibrate
 printf '\n==== %s ====\n' '$(1)'; rm -rf $(MODEL)-$(1) $(MODEL)-$(1).run; set -ex; \
 $(BIN)/quantkit calibrate $(MODEL) $(2) -o $(MODEL)-$(1).run; \
 $(BIN)/quantkit export $(MODEL)-$(1).run -o $(MODEL)-$(1); \
-$(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL) --run $(MODEL)-$(1).run --json > $(MODEL)-$(1).verify.json
+$(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL) --run $(MODEL)-$(1).run --json > $(MODEL)-$(1).verify.json; \
+$(BIN)/quantkit verify $(MODEL)-$(1) --engine vllm --engine sglang
+endef
+
+# the same codes in another format, and what engines will do with them; exit 1 says that one refuses them
+define dialect
+printf '\n==== %s as %s ====\n' '$(1)' '$(2)'; rm -rf $(MODEL)-$(1)-$(2); set -ex; \
+$(BIN)/quantkit export $(MODEL)-$(1).run --format $(2) -o $(MODEL)-$(1)-$(2); \
+$(BIN)/quantkit verify $(MODEL)-$(1)-$(2) --engine vllm --engine sglang --engine trtllm || test $$? = 1
 endef
 
 define evaluate

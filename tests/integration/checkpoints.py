@@ -54,6 +54,12 @@ def calibrate(source: Path, out: Path, room: Path, *options: str, more: tuple[st
     return out
 
 
+def export(source: Path, out: Path, *options: str) -> Path:
+    """`quantkit export`; returns `out`."""
+    _command("export", source, "-o", out, *options)
+    return out
+
+
 def read_vocabulary(source: Path) -> int:
     """Number of token ids, of config.json."""
     return int(json.loads((source / "config.json").read_text())["vocab_size"])

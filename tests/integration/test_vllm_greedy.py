@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.checkpoints import calibrate, quantise, write_twin
+from integration.checkpoints import calibrate, export, quantise, write_twin
 from integration.engine import Engine
 from integration.schemes import options, recipe
 
@@ -99,8 +99,18 @@ def test_calibrated_real_model_with_an_fp8_cache(
 
     expected = generate(vllm, twin, prompts)
     assert_equal(generate(vllm, written, prompts, kv_cache="bfloat16"), expected)
+    if vllm.run(task="operators", names=["cpu_gemm_wna16"])["has"]:  # its own kernel reads all three dialects
+        dialects = [dialect(room, name) for name in ("gptq", "awq")]
+        ours, *theirs = [generate(vllm, f, prompts, as_is=True, kv_cache="bfloat16") for f in (written, *dialects)]
+        for other in theirs:
+            assert_equal(other, ours)
     if fp8_cache_runs():  # the configuration alone switches the cache on: no option is given
         assert_close(generate(vllm, written, prompts), expected, FLIP_FP8)
+
+
+def dialect(room: Path, name: str) -> Path:
+    """The same run in another format: nothing is calibrated again."""
+    return export(room / "run", room / name, "--format", name)
 
 
 def fp8_cache_runs() -> bool:
