@@ -25,9 +25,7 @@ from quantkit.quantize.input_scales import gathered
 from quantkit.quantize.modelopt_algorithms import modelopt_version
 from quantkit.quantize.plan import Plan
 from quantkit.quantize.recorded import FILE
-from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, RunFolder, write_json, write_tensors
-
-VERSION = 3  # raised when the same run would give other bytes
+from quantkit.quantize.run_folder import ACTIVATIONS, RESULT, SAMPLES, VERSION, RunFolder, write_json, write_tensors
 
 
 def identity(plan: Plan, samples: Samples, dtype: torch.dtype) -> dict[str, Any]:

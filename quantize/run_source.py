@@ -24,7 +24,7 @@ from quantkit.quantize.plan import Plan
 from quantkit.quantize.planner import make_plan
 from quantkit.quantize.recipe import Recipe
 from quantkit.quantize.roles import roles_of
-from quantkit.quantize.run_folder import RESULT, RUN, measured_scales, write_tensors
+from quantkit.quantize.run_folder import RESULT, RUN, VERSION, measured_scales, write_tensors
 
 KV = "kv"
 TP = (1, 2, 4, 8, 16)  # sizes that get a JSON of scales unless others are asked for
@@ -72,6 +72,11 @@ def open_run(folder: Path) -> Run:
             file=folder,
             hint="run the same `quantkit calibrate` again: it goes on",
         )
+    if made.get("version") != VERSION:
+        raise QuantkitError(
+            "the run was made by another version of quantkit", file=folder / RUN, value=made.get("version"),
+            allowed=VERSION, hint="run `quantkit calibrate` again, into another folder",
+        )  # fmt: skip
     if not Path(made["source"]).is_dir():
         raise QuantkitError("the source of the run is gone", file=made["source"], hint=f"named in {folder / RUN}")
     recipe = Recipe.model_validate(made["recipe"])

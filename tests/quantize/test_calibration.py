@@ -168,6 +168,14 @@ def test_refuses_another_text_another_recipe_and_a_recipe_without_calibration(ll
         calibrate_into(tmp_path / "other", plan, samples(), SETTINGS)
 
 
+def test_refuses_to_export_a_run_of_another_version(llama: Path, tmp_path: Path) -> None:
+    calibrate_into(tmp_path / "run", plan_for(llama, tmp_path), samples(), SETTINGS)
+    file = tmp_path / "run" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 1}))
+    with pytest.raises(QuantkitError, match="made by another version"):
+        open_run(tmp_path / "run")
+
+
 def test_refuses_to_export_uncalibrated_layers(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="needs a calibration run"):
         run(plan_for(llama, tmp_path), tmp_path / "o", jobs=1, memory=1 << 20)
