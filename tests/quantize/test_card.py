@@ -12,7 +12,9 @@ from families import FAMILIES
 from huggingface_hub import ModelCard
 from quantkit.export.checkpoint import open_checkpoint
 from quantkit.export.serving import servings
+from quantkit.quantize.capacity import fates_of
 from quantkit.quantize.cli.main import app, run_app
+from quantkit.quantize.engines import examine_plan
 from quantkit.quantize.planner import make_plan
 from quantkit.quantize.recipe import load_recipe
 from quantkit.quantize.run import run
@@ -156,3 +158,23 @@ def test_engines_and_kv_flags(
     model_type: str, quant: dict[str, Any], schemes: set[tuple[str, str]], kv: list[str], expected: dict[str, bool]
 ) -> None:
     assert engines(model_type, quant, schemes, kv) == expected
+
+
+PLANNED = [
+    ("llama", "int4", "compressed-tensors"), ("llama", "int4", "gptq"), ("llama", "int4", "modelopt"),
+    ("llama", "nvfp4", "modelopt"), ("llama", "fp8-channel", "modelopt"),
+    ("qwen3_moe", "nvfp4", "compressed-tensors"), ("qwen3_moe", "mxfp4-experts", "compressed-tensors"),
+    ("qwen3_moe", "int4-experts", "compressed-tensors"), ("deepseek_v3", "fp8-block", "fp8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "recipe", "form"), PLANNED)
+def test_the_card_names_the_engines_whose_twins_pass(family: str, recipe: str, form: str, tmp_path: Path) -> None:
+    """Of TensorRT-LLM, read from stored versions only, the card says less than its twin does not refuse."""
+    plan = make_plan(load_recipe(recipe), open_checkpoint(FAMILIES[family](tmp_path / "m")), format_name=form)
+    schemes = {(r["role"], r["scheme"]) for r in fates_of(plan) if r["scheme"]}
+    named = {s.engine for s in servings(plan.files["config.json"], schemes, [])}
+    twins = examine_plan(plan, ("vllm", "sglang", "trtllm", "transformers"), (1,))
+    passed = {t.engine for t in twins if t.passed}
+    assert named <= passed
+    assert named - {"trtllm"} == passed - {"trtllm"}
