@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -217,6 +218,16 @@ class Reader:
     def __init__(self) -> None:
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._held = threading.local()
+
+    @contextmanager
+    def hold(self, tensors: Iterable[TensorInfo]) -> Iterator[None]:
+        """Read tensors now; what this thread reads of them inside the block comes from memory."""
+        self._held.data = {t.name: self.read(t) for t in tensors}
+        try:
+            yield
+        finally:
+            del self._held.data
 
     def _fd(self, file: Path) -> int:
         with self._lock:
@@ -233,6 +244,10 @@ class Reader:
 
     def read_into(self, info: TensorInfo, first: int, into: npt.NDArray[Any]) -> None:
         """Fill the contiguous array `into` with the tensor's bytes from byte `first` on."""
+        held = getattr(self._held, "data", {}).get(info.name)
+        if held is not None:
+            memoryview(into).cast("B")[:] = held[first : first + into.nbytes]  # type: ignore[arg-type]
+            return
         try:
             read_all(self._fd(info.file), memoryview(into).cast("B"), info.start + first)  # type: ignore[arg-type]
         except EOFError as e:

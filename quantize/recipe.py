@@ -164,8 +164,14 @@ class Calibration(Strict):
 
 
 class Output(Strict):
-    """One checkpoint to be written."""
+    """One checkpoint to be written.
 
+    name     its folder, where a recipe has several
+    weights  its own rules, in place of the recipe's
+    """
+
+    name: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9._-]*)?$")
+    weights: tuple[Rule, ...] = ()
     format: Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "mxfp4"] = "compressed-tensors"
     tp: tuple[Annotated[int, Field(ge=1)], ...] = ()  # tensor-parallel sizes that have to load
     shard_size: int = Field(default=5_000_000_000, ge=1, le=45_000_000_000)  # bytes
@@ -175,16 +181,33 @@ class Recipe(Strict):
     """What a run does. `weights` must end with a rule for everything else."""
 
     name: str = ""
-    weights: tuple[Rule, ...] = Field(min_length=1)
+    weights: tuple[Rule, ...] = ()
     kv_cache: KVCache | None = None
     calibration: Calibration = Calibration()
-    outputs: tuple[Output, ...] = Field(default=(Output(),), min_length=1, max_length=1)
+    outputs: tuple[Output, ...] = Field(default=(Output(),), min_length=1)
 
     @model_validator(mode="after")
     def _closed(self) -> Recipe:
-        if not self.weights[-1].match.closing:
-            raise ValueError('the last rule must be the one for everything else: {match: {role: "*"}, keep: true}')
+        for rules in (o.weights or self.weights for o in self.outputs):
+            if not rules or not rules[-1].match.closing:
+                rest = '{match: {role: "*"}, keep: true}'
+                raise ValueError(f"`weights`: the last rule must be the one for everything else: {rest}")
+        if len(self.outputs) > 1:
+            if not all(o.name for o in self.outputs) or len({o.name for o in self.outputs}) < len(self.outputs):
+                raise ValueError("several outputs need names of their own: they become folders")
+            if any(r.needs_calibration for r in self.split()):
+                raise ValueError("several outputs are written without calibration: leave one, or `quantkit export RUN`")
         return self
+
+    def split(self) -> tuple[Recipe, ...]:
+        """One recipe for each output, as if it were the only one."""
+        if len(self.outputs) == 1 and not self.outputs[0].weights:
+            return (self,)
+        bare = [o.model_copy(update={"name": "", "weights": ()}) for o in self.outputs]
+        return tuple(
+            self.model_copy(update={"weights": own.weights or self.weights, "outputs": (b,)})
+            for own, b in zip(self.outputs, bare, strict=True)
+        )
 
     @property
     def needs_calibration(self) -> bool:
@@ -208,7 +231,8 @@ def load_recipe(source: str) -> Recipe:
     if not isinstance(data, dict):
         raise QuantkitError("the recipe is not a mapping", file=where, hint="it begins with `weights:`")
     try:
-        return Recipe.model_validate({"name": where.removesuffix(".yaml"), **data})
+        recipe = Recipe.model_validate({"name": where.removesuffix(".yaml"), **data})
+        return recipe if len(recipe.outputs) > 1 else recipe.split()[0]
     except ValidationError as e:
         faults = []
         for fault in e.errors():

@@ -8,32 +8,24 @@ killed and how large the budget was leaves no trace in the output.
 from __future__ import annotations
 
 import json
-import os
-import queue
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.export.checkpoint import Reader
 from quantkit.export.manifest import MANIFEST
-from quantkit.export.sources.rows import Buffers
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.finish import write_files
 from quantkit.quantize.journal import Work, open_work, work_folder
 from quantkit.quantize.plan import Plan, Step
 from quantkit.quantize.recipe import InputScale
 from quantkit.quantize.recipe_method import CALIBRATED
-from quantkit.quantize.shards import check_disk, no_space, open_shard
+from quantkit.quantize.shards import check_disk, no_space
 from quantkit.quantize.shipping import AT_ONCE, Shipping, check_shipped
-from quantkit.quantize.target import Target
-from quantkit.quantize.work import Measured, run_step
-
-SYNC_SECONDS = 0.5  # about so much finished work is done again after a kill
-NOT_HERE = -1  # in place of the descriptor of a shard that the Hub has
+from quantkit.quantize.streaming import Output, stream
+from quantkit.quantize.work import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +39,6 @@ class Summary:
     measured: Mapping[str, Measured]
 
 
-class _Steps:
-    """Hands steps to worker threads one by one, until one of them fails."""
-
-    def __init__(self, steps: Iterator[Step], admit: Callable[[threading.Event], None]) -> None:
-        self._steps = steps
-        self._admit = admit
-        self._lock = threading.Lock()
-        self.stop = threading.Event()
-
-    def next(self) -> Step | None:
-        with self._lock:
-            self._admit(self.stop)
-            return None if self.stop.is_set() else next(self._steps, None)
-
-
 def run(
     plan: Plan, out: Path, *, jobs: int, memory: int, report: Callable[[Step], None] = lambda _: None,
     ship: Shipping | None = None,
@@ -72,16 +49,60 @@ def run(
     takes finished shards away to the Hub: what is written to `out` lacks them.
     Raises QuantkitError for a fault in a weight, a full disk, or an output that is taken.
     """
-    out = out.absolute()
+    return run_all([(plan, out)], jobs=jobs, memory=memory, report=report, ship=ship)[0]
+
+
+def run_all(
+    wanted: Sequence[tuple[Plan, Path]], *, jobs: int, memory: int, report: Callable[[Step], None] = lambda _: None,
+    ship: Shipping | None = None,
+) -> list[Summary]:  # fmt: skip
+    """As `run`, for several plans over one source in one pass (`streaming.py`), each with its folder and journal."""
+    summaries = {i: s for i, (plan, out) in enumerate(wanted) if (s := _ready(plan, out.absolute())) is not None}
+    if len(summaries) == len(wanted):
+        return [summaries[i] for i in range(len(wanted))]
+    opened: dict[int, Output] = {}
+    out = wanted[0][1]
+    try:
+        for i, (plan, out) in enumerate(wanted):
+            if i not in summaries:
+                opened[i] = Output(plan, out, _open(plan, out.absolute(), ship))
+        resumed = {i: len(o.work.done) for i, o in opened.items()}
+        begun = time.monotonic()
+        with Reader() as reader:
+            stream(list(opened.values()), reader, jobs, memory, report, ship)
+        if ship is not None:
+            ship.finish()
+        seconds = time.monotonic() - begun
+        for i, (plan, out, work) in opened.items():
+            # in the order of the plan, not of the threads: the manifest is part of the output
+            measured = {n: Measured(*m) for step in plan.steps for n, m in work.done[step.name].items()}
+            write_files(plan, work.checkpoint, measured, jobs)
+            work.publish(out.absolute())
+            summaries[i] = Summary(plan.bytes_in, plan.bytes_out, seconds, resumed[i], measured)
+    except OSError as e:
+        raise no_space(e, out) or QuantkitError(f"cannot write the output: {e.strerror}", file=e.filename or out) from e
+    finally:
+        if ship is not None:
+            ship.stop()
+        for output in opened.values():
+            output.work.close()
+    return [summaries[i] for i in range(len(wanted))]
+
+
+def _ready(plan: Plan, out: Path) -> Summary | None:
+    """The summary of an output that is finished; raises QuantkitError for one that cannot be written."""
     _check_calibrated(plan)
     already = _finished(plan, out)
     if already is not None:
         shutil.rmtree(work_folder(out), ignore_errors=True)
-        return already
-    if plan.source.folder.resolve() in (out.resolve(), *out.resolve().parents):
+    elif plan.source.folder.resolve() in (out.resolve(), *out.resolve().parents):
         raise QuantkitError(
             "the output lies inside the source", file=out, allowed=f"a folder outside of {plan.source.folder}"
         )
+    return already
+
+
+def _open(plan: Plan, out: Path, ship: Shipping | None) -> Work:
     out.parent.mkdir(parents=True, exist_ok=True)
     work = open_work(out, plan.identity())
     try:
@@ -89,24 +110,10 @@ def run(
         check_shipped(work, ship)
         if ship is not None:
             ship.begin(plan, work)
-        resumed = len(work.done)
-        begun = time.monotonic()
-        with Reader() as reader:
-            _stream(plan, work, reader, jobs, memory, report, ship)
-        if ship is not None:
-            ship.finish()
-        seconds = time.monotonic() - begun
-        # in the order of the plan, not of the threads: the manifest is part of the output
-        measured = {n: Measured(*m) for step in plan.steps for n, m in work.done[step.name].items()}
-        write_files(plan, work.checkpoint, measured, jobs)
-        work.publish(out)
-    except OSError as e:
-        raise no_space(e, out) or QuantkitError(f"cannot write the output: {e.strerror}", file=e.filename or out) from e
-    finally:
-        if ship is not None:
-            ship.stop()
+    except BaseException:
         work.close()
-    return Summary(plan.bytes_in, plan.bytes_out, seconds, resumed, measured)
+        raise
+    return work
 
 
 def _check_calibrated(plan: Plan) -> None:
@@ -141,84 +148,3 @@ def _finished(plan: Plan, out: Path) -> Summary | None:
     except (ValueError, KeyError, TypeError):
         return None
     return Summary(plan.bytes_in, plan.bytes_out, 0.0, len(plan.steps), measured)
-
-
-def _stream(
-    plan: Plan, work: Work, reader: Reader, jobs: int, memory: int, report: Callable[[Step], None],
-    ship: Shipping | None,
-) -> None:  # fmt: skip
-    """Run every step that is not in the journal; journal what is finished and synced."""
-    fds: list[int] = []
-    try:
-        for shard in plan.shards:
-            away = ship is not None and ship.has(shard.name)
-            fds.append(NOT_HERE if away else open_shard(shard, work.checkpoint))
-        todo = [s for s in plan.steps if s.name not in work.done]
-        for step in plan.steps:
-            if step.name in work.done:
-                report(step)
-        steps = _Steps(iter(todo), ship.admit if ship is not None else lambda _: None)
-        results: queue.SimpleQueue[tuple[Step, dict[str, Any] | BaseException] | None] = queue.SimpleQueue()
-
-        def worker() -> None:
-            target = Target(fds, reader, memory // jobs, plan.half, Buffers())
-            while (step := steps.next()) is not None:
-                try:
-                    results.put((step, run_step(step, target)))
-                except BaseException as e:  # handed to the main thread, which raises it
-                    steps.stop.set()
-                    results.put((step, e))
-            results.put(None)
-
-        threads = [threading.Thread(target=worker, name=f"quantkit-{i}", daemon=True) for i in range(jobs)]
-        for thread in threads:
-            thread.start()
-        try:
-            _collect(results, len(threads), work, fds, report)
-        finally:
-            steps.stop.set()
-            for thread in threads:
-                thread.join()
-    finally:
-        for fd in fds:
-            if fd != NOT_HERE:
-                os.close(fd)
-
-
-def _collect(
-    results: queue.SimpleQueue[tuple[Step, dict[str, Any] | BaseException] | None],
-    running: int, work: Work, fds: list[int], report: Callable[[Step], None],
-) -> None:  # fmt: skip
-    """Gather finished steps until every worker has ended; sync and journal them from time to time and at the end."""
-    pending: dict[str, Any] = {}
-    touched: set[int] = set()
-    failure: BaseException | None = None
-    synced = time.monotonic()
-    try:
-        while running:
-            item = results.get()
-            if item is None:
-                running -= 1
-                continue
-            step, result = item
-            if isinstance(result, BaseException):
-                failure = failure or result
-                continue
-            pending[step.name] = result
-            touched.update(o.shard for t in step.tasks for o in t.outs)
-            report(step)
-            if time.monotonic() - synced > SYNC_SECONDS:
-                _sync(work, fds, touched, pending)
-                synced = time.monotonic()
-    finally:
-        _sync(work, fds, touched, pending)
-    if failure is not None:
-        raise failure
-
-
-def _sync(work: Work, fds: list[int], touched: set[int], pending: dict[str, Any]) -> None:
-    for shard in touched:
-        os.fdatasync(fds[shard])
-    work.append(pending)
-    touched.clear()
-    pending.clear()

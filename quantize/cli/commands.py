@@ -81,6 +81,11 @@ def load_plan(
     if recipe is None:
         raise QuantkitError("a recipe is needed: -r", file=source, hint="`quantkit recipes` lists the shipped ones")
     loaded = load_recipe(recipe)
+    if len(loaded.outputs) > 1:
+        raise QuantkitError(
+            "a recipe with several outputs", file=recipe, value=", ".join(o.name for o in loaded.outputs),
+            allowed="plan, export or quantize of a checkpoint, without --push-to",
+        )  # fmt: skip
     if group is not None:
         loaded = with_int4_group(loaded, group)
     if any(n < 1 for n in tp):
@@ -100,23 +105,39 @@ def plan_command(
     memory: str,
     as_json: bool,
 ) -> None:
-    """`quantkit plan`."""
-    from quantkit.quantize.capacity import plan_facts
-    from quantkit.quantize.cli.show_engines import engines as show_engines
-    from quantkit.quantize.engines import check_engine_names, examine_plan
+    """`quantkit plan`; one plan after the other where the recipe has several outputs."""
+    from quantkit.quantize.cli.several import output_names, plans_of
+    from quantkit.quantize.engines import check_engine_names
 
     budget = parse_bytes(memory)
     check_engine_names(engines, tp)
-    plan = load_plan(source, recipe, format_name, group, tp, headers_only=True)
+    if output_names(recipe):
+        with _no_collection():
+            plans = plans_of(source, recipe, format_name, group, tp, headers_only=True)
+    else:
+        plans = {"": load_plan(source, recipe, format_name, group, tp, headers_only=True)}
+    shown = [_show_plan(plan, engines, tp, jobs, budget, quiet=as_json) for plan in plans.values()]
+    if as_json:
+        facts = {name: found for name, (found, _) in zip(plans, shown, strict=True)}
+        emit(facts.get("", facts))
+    if not all(passed for _, passed in shown):
+        sys.exit(1)
+
+
+def _show_plan(
+    plan: Plan, engines: Sequence[str], tp: Sequence[int], jobs: int, budget: int, *, quiet: bool
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """The facts of a plan, and whether every engine that was asked for takes it."""
+    from quantkit.quantize.capacity import plan_facts
+    from quantkit.quantize.cli.show_engines import engines as show_engines
+    from quantkit.quantize.engines import examine_plan
+
     twins = examine_plan(plan, engines, tp)
     facts = plan_facts(plan, jobs, budget) | ({"engines": [t.as_json() for t in twins]} if twins else {})
-    if as_json:
-        emit(facts)
-    else:
+    if not quiet:
         show.plan(plan, facts)
     show_engines(twins)
-    if not all(t.passed for t in twins):
-        sys.exit(1)
+    return facts, all(t.passed for t in twins)
 
 
 def export_command(
@@ -127,11 +148,17 @@ def export_command(
     """`quantkit export`; returns the facts that `as_json` prints."""
     from quantkit.kernels.cpu import FIRST_RUN
     from quantkit.quantize.capacity import plan_facts, step_bytes
+    from quantkit.quantize.cli.several import export_outputs, output_names, plans_of
     from quantkit.quantize.journal import check_target
     from quantkit.quantize.progress import progress
     from quantkit.quantize.run import is_finished, run
 
     budget = parse_bytes(memory)
+    if recipe is not None and ship is None and output_names(recipe):
+        facts = export_outputs(plans_of(source, recipe, format_name, group, tp), out, jobs, budget)
+        if as_json:
+            emit(facts)
+        return facts
     plan = load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank)
     if not is_finished(plan, out):
         check_target(out)

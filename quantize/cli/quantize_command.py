@@ -10,7 +10,8 @@ from quantkit.export.checkpoint import open_checkpoint
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import show
 from quantkit.quantize.cli.calibrate_commands import Reading, calibrate_command
-from quantkit.quantize.cli.commands import emit, export_command, load_plan, verified
+from quantkit.quantize.cli.commands import emit, export_command, load_plan, parse_bytes, verified
+from quantkit.quantize.cli.several import output_names, plans_of, quantize_outputs
 
 MEMORY, MEMORY_CALIBRATING = "512MB", "4GB"
 
@@ -20,6 +21,16 @@ def quantize_command(
     reading: Reading, device: str, dtype: str, jobs: int, memory: str | None, as_json: bool, *, verify: bool,
 ) -> None:  # fmt: skip
     """Calibrate where the recipe needs it, export, verify against the source; exit status 1 when that fails."""
+    if output_names(recipe):
+        if reading != Reading(trust_remote_code=reading.trust_remote_code):
+            raise QuantkitError("several outputs need no calibration, so no text", value=recipe)
+        plans = plans_of(source, recipe, format_name, group, tp)
+        all_facts, passed = quantize_outputs(source, plans, out, jobs, parse_bytes(memory or MEMORY), verify=verify)
+        if as_json:
+            emit(all_facts)
+        if not passed:
+            sys.exit(1)
+        return
     needed = load_plan(source, recipe, format_name, group, tp, headers_only=True).recipe.needs_calibration
     run = Path(f"{out}.run") if needed else None
     if run is not None:
