@@ -61,6 +61,8 @@ def _asked(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> set[str]:
     quantized = {n: w for n, w in weights.items() if w.encoding != "plain"}
     if config.get("quant_method") == "fp8":
         return set(quantized) if config.get("activation_scheme") == "static" else set()
+    if config.get("quant_algo") == "FP8":  # ModelOpt: the name says so, whatever its groups do
+        return set(quantized)
     return {
         name
         for group in (config.get("config_groups") or {}).values()
