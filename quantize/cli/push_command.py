@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.kernels.errors import QuantkitError
-from quantkit.quantize.cli.commands import emit, export_command
+from quantkit.quantize.cli.commands import emit, export_command, load_plan
 
 if TYPE_CHECKING:
     from quantkit.export.hub import Repo
@@ -71,6 +71,8 @@ def export_and_push(
         raise QuantkitError("an option of --push-to without it", allowed="--push-to ORG/NAME")
     if to.stream and to.create_pr:
         raise QuantkitError("--stream-upload cannot open a pull request", allowed="--revision BRANCH, or refs/pr/N")
+    if to.repo is not None:  # planned before: a fault of the recipe must not leave an empty repository behind
+        load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank)
     repo = to.open() if to.repo is not None else None
     ship = None
     if repo is not None:

@@ -69,6 +69,8 @@ def test_what_the_hub_refuses_is_refused_before_the_work(hub: Hub, source: Path,
         said = refused("export", source, "-r", recipe, "-o", tmp_path / "o", "--push-to", "org/taken", *more)
         assert "holds other files" in said
         assert not (tmp_path / "o").exists()
+    refused("export", source, "-r", "int5", "-o", tmp_path / "o", "--push-to", "org/new")
+    assert "org/new" not in hub.repos, "a mistyped recipe left an empty repository"
     assert "--push-to ORG/NAME" in refused("export", source, "-r", recipe, "-o", tmp_path / "o", "--stream-upload")
     said = refused(
         "export", source, "-r", recipe, "-o", tmp_path / "o", "--push-to", "org/taken", "--stream-upload", "--create-pr"
