@@ -38,9 +38,12 @@ def examine(files: Files, engine: str, tp: int = 1) -> EngineReport:
     except QuantkitError as e:
         finding = Finding("refused", "quantization_config", e.message, f"correct {e.value}")
         return EngineReport(engine, module.RULES.version, tp, (finding,), ())
+    first = [*_files(subject), *_configuration(subject)]
+    if any(f.verdict == "refused" for f in first):  # it would get no further
+        return EngineReport(engine, module.RULES.version, tp, grouped(first), ())
     rules = (
-        _files(subject), _configuration(subject), _resolved(subject), check_stored(subject), check_cuts(subject),
-        check_kernels(subject), check_values(subject), check_cache(subject), module.findings(subject),
+        first, _resolved(subject), check_stored(subject), check_cuts(subject), check_kernels(subject),
+        check_values(subject), check_cache(subject), module.findings(subject),
     )  # fmt: skip
     flags = list(module.flags(subject))
     if files.config.get("auto_map"):

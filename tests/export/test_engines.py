@@ -121,7 +121,7 @@ def test_a_sound_checkpoint_passes(name: str, engine: str, base: Callable[[str],
     report = look(base(name), engine)
     assert bool(failed(report)) == ((name, engine) in CANNOT), failed(report)
     assert report.passed == (not failed(report))
-    assert any(f.count > 1 for f in report.findings), "layers that are alike are counted together"
+    assert failed(report) or any(f.count > 1 for f in report.findings), "layers that are alike are counted together"
 
 
 def reasons(name: str, form: str, family: str, engine: str) -> set[str]:
