@@ -163,7 +163,8 @@ class Fates:
         if weight.encoding.startswith(("gptq", "awq")) and (weight.parts["scale"].dtype == "F16") != self.half:
             return False
         own = weight.scheme
-        if own is not None and scheme.granularity == "channel" and own.group_size == weight.shape[-1]:
+        grouped = own is not None and own.granularity == "group" and own.group_size == weight.shape[-1]
+        if own is not None and grouped and scheme.granularity == "channel":
             own = replace(own, name=scheme.name, granularity="channel", group_size=0)  # one group is the whole row
         return own == scheme or scheme.name == as_fp8_block(weight)
 

@@ -136,7 +136,7 @@ ENCODINGS: list[tuple[str, dict[str, tuple[str, tuple[int, ...]]], str, str | No
     ("nvfp4 modelopt", {"l.weight": ("U8", (8, 32)), "l.weight_scale": ("F8_E4M3", (8, 4)), "l.weight_scale_2": ("F32", ())}, "nvfp4", "nvfp4"),
     ("mxfp4 ct", {"l.weight_packed": ("U8", (8, 32)), "l.weight_scale": ("U8", (8, 2))}, "mxfp4", "mxfp4"),
     ("gptq", {"l.qweight": ("I32", (8, 32)), "l.qzeros": ("I32", (2, 4)), "l.scales": ("F16", (2, 32)), "l.g_idx": ("I32", (64,))}, "gptq-v1", None),
-    ("awq", {"l.qweight": ("I32", (64, 4)), "l.qzeros": ("I32", (2, 4)), "l.scales": ("F16", (2, 32))}, "awq", None),
+    ("awq", {"l.qweight": ("I32", (64, 4)), "l.qzeros": ("I32", (2, 4)), "l.scales": ("F16", (2, 32))}, "awq", "int4a-g32"),
     ("bf16", {"l.weight": ("BF16", (8, 8))}, "plain", None),
 ]  # fmt: skip
 
