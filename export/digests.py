@@ -16,6 +16,18 @@ from typing import Any
 JOURNAL = ".quantkit-push.json"
 
 
+def sha256_of(path: Path) -> str:
+    """The hash of all bytes of a file, which is streamed."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def visible_files(folder: Path) -> list[str]:
+    """Names in the folder of every file that is not hidden and not in a hidden folder, sorted: what is published."""
+    names = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    return sorted(n.as_posix() for n in names if not any(part.startswith(".") for part in n.parts))
+
+
 class Digests:
     """Hashes of the files of `folder` by their names in it; `removed` maps a removed file to [size, hash]."""
 
@@ -41,8 +53,7 @@ class Digests:
         """The hash, read from the file unless it is known."""
         digest = self.known(name)
         if digest is None:
-            with (self.folder / name).open("rb") as f:
-                digest = hashlib.file_digest(f, "sha256").hexdigest()
+            digest = sha256_of(self.folder / name)
             self.remember(name, digest)
         return digest
 

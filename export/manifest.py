@@ -5,13 +5,12 @@ The manifest itself is not in its list, and neither are hidden files, which are 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from quantkit.export.digests import Digests
+from quantkit.export.digests import Digests, sha256_of, visible_files
 from quantkit.export.verify import Check
 
 MANIFEST = "quantkit.json"
@@ -19,8 +18,7 @@ MANIFEST = "quantkit.json"
 
 def checkpoint_files(folder: Path) -> list[str]:
     """Names of the files that the manifest lists, sorted."""
-    names = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    return sorted(n.as_posix() for n in names if n != Path(MANIFEST) and not any(x.startswith(".") for x in n.parts))
+    return [name for name in visible_files(folder) if name != MANIFEST]
 
 
 def file_digests(folder: Path, jobs: int) -> dict[str, dict[str, Any]]:
@@ -31,8 +29,7 @@ def file_digests(folder: Path, jobs: int) -> dict[str, dict[str, Any]]:
     names = checkpoint_files(folder)
 
     def digest(name: str) -> dict[str, Any]:
-        with (folder / name).open("rb") as f:
-            return {"size": (folder / name).stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+        return {"size": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
 
     with ThreadPoolExecutor(jobs) as pool:
         found = dict(zip(names, pool.map(digest, names), strict=True))
@@ -55,8 +52,7 @@ def check_manifest(folder: Path, manifest: Mapping[str, Any] | None, jobs: int) 
         size, wanted = (folder / name).stat().st_size, listed[name]
         if size != wanted.get("size"):
             return f"{name}: {size} bytes, the manifest says {wanted.get('size')}"
-        with (folder / name).open("rb") as f:
-            same = hashlib.file_digest(f, "sha256").hexdigest() == wanted.get("sha256")
+        same = sha256_of(folder / name) == wanted.get("sha256")
         return None if same else f"{name}: its SHA-256 is another one"
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.export.checkpoint import open_folder
-from quantkit.export.digests import Digests
+from quantkit.export.digests import Digests, visible_files
 from quantkit.export.hub import GO_ON, Held, Repo
 from quantkit.kernels.errors import QuantkitError, join_errors
 
@@ -37,9 +37,7 @@ class File:
 
 def files_of(folder: Path) -> tuple[list[File], list[File]]:
     """(shards, all other files) of a folder, sorted; hidden files are not published. Raises for a file over 45 GB."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    files = [File(p.relative_to(folder).as_posix(), p) for p in paths]
-    files = [f for f in files if not any(part.startswith(".") for part in f.name.split("/"))]
+    files = [File(name, folder / name) for name in visible_files(folder)]
     large = [f for f in files if f.size > MAX_FILE]
     if large:
         raise QuantkitError(

@@ -6,7 +6,6 @@ for the verifier); with its weights it is all that an export needs beside the so
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from quantkit.calibrate.kv_records import LayerKV
 from quantkit.calibrate.kv_scales import KVScale, choose_scales
 from quantkit.calibrate.tokens import Samples
 from quantkit.export.checkpoint import Reader, read_tensors
+from quantkit.export.digests import sha256_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.calibration import Settings, calibrate, wanted_steps
 from quantkit.quantize.input_scales import gathered
@@ -142,11 +142,7 @@ def _gather_samples(folder: RunFolder) -> None:
 
 def _digests(folder: RunFolder) -> dict[str, str]:
     """SHA-256 of every file of weights."""
-    found = {}
-    for file in sorted((folder.folder / "weights").glob("block-*.safetensors")):
-        with file.open("rb") as f:
-            found[file.name] = hashlib.file_digest(f, "sha256").hexdigest()
-    return found
+    return {f.name: sha256_of(f) for f in sorted((folder.folder / "weights").glob("block-*.safetensors"))}
 
 
 def _gate(layers: Mapping[str, Any], least: int, out: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from quantkit.export.checkpoint import INDEX, Checkpoint, Reader
-from quantkit.export.manifest import MANIFEST, file_digests
+from quantkit.export.manifest import MANIFEST, checkpoint_files, file_digests
 from quantkit.export.repair.config import mend_config
 from quantkit.export.repair.draft import NEEDS_SOURCE, Change, Draft
 from quantkit.export.repair.kv import mend_json, mend_kv
@@ -171,12 +171,10 @@ def _bytes_of(draft: Draft, info: TensorInfo, reader: Reader) -> Iterator[NDArra
 
 def _write_rest(draft: Draft, new: Path, source: Checkpoint | None, missing: list[Path]) -> None:
     """Side files as they are, those that were mended, and those that the source gives."""
-    for path in sorted(p for p in draft.folder.rglob("*") if p.is_file()):
-        name = path.relative_to(draft.folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if not hidden and name.as_posix() not in (*draft.left_out, *draft.files, MANIFEST):
+    for name in checkpoint_files(draft.folder):
+        if name not in (*draft.left_out, *draft.files):
             (new / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, new / name)
+            shutil.copyfile(draft.folder / name, new / name)
     for file, content in draft.files.items():
         write_json(new / file, content)
     for side in missing:
