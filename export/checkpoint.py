@@ -22,6 +22,7 @@ from quantkit.kernels.errors import QuantkitError, join_errors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+NESTED = "hf_quant_config.json"  # where ModelOpt's readers look besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of config.json: all of it, or `text_config` of a multimodal model."""
     text: Mapping[str, Any] = config.get("text_config") or config
     return text
+
+
+def with_quantization(config: Mapping[str, Any], quant: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with another `quantization_config`, in the place of the old one."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and "quantization_config" in text and "quantization_config" not in config:
+        return {**config, "text_config": {**text, "quantization_config": dict(quant)}}
+    return {**config, "quantization_config": dict(quant)}
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json, text_config
+from quantkit.export.checkpoint import INDEX, NESTED, Checkpoint, Reader, quantization_config, read_json, text_config
 from quantkit.export.kv_json import check_file
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.rows import scale_values
@@ -158,7 +158,7 @@ def check_config(checkpoint: Checkpoint, weights: Mapping[str, Weight], linear: 
             failures += [f"{m}: is not quantised, yet not on the ignore list" for m in sorted(missing)[:20]]
         if config["quant_method"] == "compressed-tensors":
             failures += _check_groups(groups, [weights[n] for n in quantized])
-    nested = checkpoint.folder / "hf_quant_config.json"
+    nested = checkpoint.folder / NESTED
     if nested.is_file():
         failures += _check_nested(config, read_json(nested))
     return Check(

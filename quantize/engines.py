@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.export.checkpoint import Reader, open_folder, read_json
-from quantkit.export.engines.files import NESTED, Files, files_of
+from quantkit.export.checkpoint import NESTED, Reader, open_folder, read_json
+from quantkit.export.engines.files import Files, files_of
 from quantkit.export.engines.finding import EngineReport, Finding
 from quantkit.export.engines.twin import ENGINES, examine
 from quantkit.kernels.errors import QuantkitError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.export.checkpoint import INDEX
+from quantkit.export.checkpoint import INDEX, NESTED
 from quantkit.export.manifest import MANIFEST, file_digests
 from quantkit.quantize.card import CARD, SOURCE_CARD, card_text
 from quantkit.quantize.journal import sync_folder
@@ -19,7 +19,7 @@ from quantkit.quantize.work import Measured
 
 # Files of a source that are weights in another form, or say how the source was quantised: not copied.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
-SOURCE_QUANT_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", MANIFEST)
+SOURCE_QUANT_FILES = (NESTED, "quantize_config.json", "quant_config.json", MANIFEST)
 
 
 def write_files(plan: Plan, folder: Path, measured: Mapping[str, Measured], jobs: int) -> None:

@@ -7,12 +7,10 @@ cache. Each takes the place of the tensors of the same layer; everything else is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from quantkit.export.checkpoint import Checkpoint, quantization_config, read_tensors
+from quantkit.export.checkpoint import Checkpoint, quantization_config, read_tensors, with_quantization
 from quantkit.export.formats import FP8_KV
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import weights_of
@@ -49,14 +47,8 @@ def overlaid(source: Checkpoint, run: Path, *, kv: Path | None = None, fp8_kv: b
                 hint="the run was made from another checkpoint",
             )  # fmt: skip
     tensors: dict[str, TensorInfo] = {n: t for n, t in source.tensors.items() if n not in gone} | found
-    config = _with_fp8_kv(source.config) if fp8_kv else source.config
+    config = source.config
+    if fp8_kv:  # wherever the configuration describes its quantisation
+        quant = {**quantization_config(config), "kv_cache_scheme": FP8_KV}
+        config = with_quantization(config, quant)
     return replace(source, config=config, tensors=tensors, calibrated=frozenset(ours))
-
-
-def _with_fp8_kv(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with an FP8 KV cache switched on, wherever it describes its quantisation."""
-    quant = {**quantization_config(config), "kv_cache_scheme": FP8_KV}
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and "quantization_config" in text and "quantization_config" not in config:
-        return {**config, "text_config": {**text, "quantization_config": quant}}
-    return {**config, "quantization_config": quant}

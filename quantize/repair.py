@@ -27,9 +27,10 @@ from quantkit.export.safetensors_file import TensorInfo, layout, write_all
 from quantkit.export.sources.detect import weights_of
 from quantkit.export.verify import check_scales, manifest_of
 from quantkit.kernels.errors import QuantkitError
+from quantkit.quantize.card import CARD, SOURCE_CARD
 from quantkit.quantize.finish import NOT_COPIED, SOURCE_QUANT_FILES, sync_files, write_json
 from quantkit.quantize.journal import check_target, sync_folder, work_folder
-from quantkit.quantize.roles import Placed, roles_of, shared_inputs
+from quantkit.quantize.roles import attention_modules, roles_of, shared_inputs
 from quantkit.quantize.verification import linear_weights, verify_checkpoint
 
 CHUNK = 16 << 20
@@ -96,19 +97,10 @@ def _mend(draft: Draft, reader: Reader, engine: str, empty: Path, *, ours: bool)
     placed, _ = roles_of({n: w.shape for n, w in weights.items()}, draft.config)
     mend_globals(draft, weights, {n: p.fused for n, p in placed.items() if p.fused and n in weights}, reader)
     mend_inputs(draft, weights, shared_inputs(placed), reader)
-    modules = _attention(placed)
+    modules = attention_modules(placed)
     mend_kv(draft, modules, engine, reader)
     mend_json(draft, modules, reader)
     mend_config(draft, weights, linear_weights(weights, placed), empty, ours=ours)
-
-
-def _attention(placed: Mapping[str, Placed]) -> dict[int, str]:
-    """The attention module of each layer."""
-    found: dict[int, str] = {}
-    for name, place in placed.items():
-        if place.layer is not None and place.role.startswith("attention.") and place.linear:
-            found.setdefault(place.layer, name.rsplit(".", 2)[0])
-    return found
 
 
 def _missing_side_files(draft: Draft, source: Checkpoint | None) -> list[Path]:
@@ -118,7 +110,7 @@ def _missing_side_files(draft: Draft, source: Checkpoint | None) -> list[Path]:
     found = [
         s
         for s in source.side_files
-        if s.suffix not in NOT_COPIED and s.name not in (*SOURCE_QUANT_FILES, "README.md", "README.source.md")
+        if s.suffix not in NOT_COPIED and s.name not in (*SOURCE_QUANT_FILES, CARD, SOURCE_CARD)
         and not (draft.folder / s).exists()
     ]  # fmt: skip
     if found:

@@ -119,6 +119,15 @@ def matches_role(role: str, pattern: str) -> bool:
     return pattern in ("*", role) or role.startswith(pattern + ".")
 
 
+def attention_modules(placed: Mapping[str, Placed]) -> dict[int, str]:
+    """The attention module of each layer, as the checkpoint names it."""
+    found: dict[int, str] = {}
+    for name, place in placed.items():
+        if place.layer is not None and place.role.startswith("attention.") and place.linear:
+            found.setdefault(place.layer, name.rsplit(".", 2)[0])
+    return found
+
+
 def shared_inputs(placed: Mapping[str, Placed]) -> dict[str, str]:
     """Weight -> key of the set that engines keep one scale of activations for.
 

@@ -23,7 +23,7 @@ from quantkit.quantize.overlay import overlaid
 from quantkit.quantize.plan import Plan
 from quantkit.quantize.planner import make_plan
 from quantkit.quantize.recipe import Recipe
-from quantkit.quantize.roles import roles_of
+from quantkit.quantize.roles import attention_modules, roles_of
 from quantkit.quantize.run_folder import RESULT, RUN, VERSION, measured_scales, write_tensors
 
 KV = "kv"
@@ -98,7 +98,9 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
     rules = kv_rules(engine, form, run.config)
     if rules.reason:
         sys.stderr.write(f"KV cache: {rules.reason}\n")
-    tensors = scale_tensors(rules, attention_modules(run.source, run.scales), run.scales)
+    placed, _ = roles_of({n: w.shape for n, w in weights_of(run.source).items()}, run.source.config)
+    modules = {layer: name for layer, name in attention_modules(placed).items() if layer in run.scales}
+    tensors = scale_tensors(rules, modules, run.scales)
     file = None
     if tensors:
         file = run.folder / KV / f"{engine}-{form}.safetensors"
@@ -108,16 +110,6 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
     plan = make_plan(run.recipe, source, format_name=form, tp=tp, input_scales=inputs)
     files = {**plan.files, **_json_files(run, tuple(tp) or TP, per_rank=per_rank)}
     return replace(plan, files=files, calibration=run.facts)
-
-
-def attention_modules(source: Checkpoint, layers: Mapping[int, Any]) -> dict[int, str]:
-    """The attention module of each layer, as the checkpoint names it."""
-    placed, _ = roles_of({n: w.shape for n, w in weights_of(source).items()}, source.config)
-    found: dict[int, str] = {}
-    for name, place in placed.items():
-        if place.layer is not None and place.layer in layers and place.role.startswith("attention.") and place.linear:
-            found.setdefault(place.layer, name.rsplit(".", 2)[0])
-    return found
 
 
 def _json_files(run: Run, sizes: Sequence[int], *, per_rank: bool) -> dict[str, Any]:

@@ -9,11 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.export.checkpoint import INDEX, Checkpoint, Reader, quantization_config, read_json, text_config
+from quantkit.export.checkpoint import INDEX, NESTED, Checkpoint, Reader, quantization_config, read_json, text_config
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.rows import scale_values
-
-NESTED = "hf_quant_config.json"
 
 
 class Header(Protocol):

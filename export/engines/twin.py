@@ -7,6 +7,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any, get_args
 
+from quantkit.export.checkpoint import NESTED
 from quantkit.export.engines import sglang, transformers, trtllm, vllm
 from quantkit.export.engines.files import Files
 from quantkit.export.engines.finding import EngineReport, Finding, grouped
@@ -64,8 +65,8 @@ def _files(subject: Subject) -> Iterator[Finding]:
     if inner.get("quant_algo") != quant.get("quant_algo") or sorted(inner.get("exclude_modules") or []) != sorted(
         excluded
     ):
-        wins = "hf_quant_config.json" if subject.rules.name == "trtllm" else "config.json"
-        yield Finding("silently wrong", "hf_quant_config.json", f"it disagrees with config.json: {wins} wins here",
+        wins = NESTED if subject.rules.name == "trtllm" else "config.json"
+        yield Finding("silently wrong", NESTED, f"it disagrees with config.json: {wins} wins here",
                       "write both from one configuration")  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.export.checkpoint import has_fp8_kv, quantization_config, read_json
+from quantkit.export.checkpoint import NESTED, has_fp8_kv, quantization_config, read_json, with_quantization
 from quantkit.export.formats import Layer, format_module
 from quantkit.export.repair.draft import NEEDS_SOURCE, Change, Draft
 from quantkit.export.sources.detect import Weight
@@ -15,7 +15,6 @@ from quantkit.export.targets import with_fused_names
 from quantkit.export.verify import check_config
 from quantkit.kernels.errors import QuantkitError
 
-NESTED = "hf_quant_config.json"
 _LISTS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 
 
@@ -33,7 +32,7 @@ def mend_config(draft: Draft, weights: Mapping[str, Weight], linear: Sequence[st
         _set(draft, _rebuilt(draft, weights, linear, ignore), "config.json: quantization_config made from the tensors")
     elif not check_config(draft.checkpoint(empty), weights, linear, ours=ours).passed:
         key = next((k for k in _LISTS if k in old), "ignore")
-        draft.config = _with(draft.config, {**old, key: ignore})
+        draft.config = with_quantization(draft.config, {**old, key: ignore})
         if check_config(draft.checkpoint(empty), weights, linear, ours=ours).passed:
             _set(draft, {}, f"config.json: {key} lists the {len(ignore)} layers that are not quantised")
         else:
@@ -51,18 +50,10 @@ def mend_config(draft: Draft, weights: Mapping[str, Weight], linear: Sequence[st
 
 def _set(draft: Draft, made: Mapping[str, Any], what: str) -> None:
     if made:
-        draft.config = _with(draft.config, made["config.json"])
+        draft.config = with_quantization(draft.config, made["config.json"])
         draft.files |= {n: c for n, c in made.items() if n != "config.json"}
     draft.files["config.json"] = draft.config
     draft.changes.append(Change(what))
-
-
-def _with(config: Mapping[str, Any], quant: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with another `quantization_config`, in the place of the old one."""
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and "quantization_config" in text and "quantization_config" not in config:
-        return {**config, "text_config": {**text, "quantization_config": dict(quant)}}
-    return {**config, "quantization_config": dict(quant)}
 
 
 def _ignore(old: Mapping[str, Any], weights: Mapping[str, Weight], linear: Sequence[str]) -> list[str]:
@@ -118,7 +109,7 @@ def _mend_nested(draft: Draft, nested: Mapping[str, Any], weights: Mapping[str, 
     elif "quant_algo" not in config:
         raise QuantkitError("mixed layers, and config.json does not name the algorithm", file=draft.folder / NESTED)
     if config != quantization_config(draft.config):
-        draft.config = _with(draft.config, config)
+        draft.config = with_quantization(draft.config, config)
         draft.files["config.json"] = draft.config
     inner = {**(nested.get("quantization") or {}), "quant_algo": config["quant_algo"], "exclude_modules": ignore}
     inner["kv_cache_quant_algo"] = "FP8" if has_fp8_kv(draft.config) else inner.get("kv_cache_quant_algo")
