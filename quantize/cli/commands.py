@@ -140,46 +140,58 @@ def _show_plan(
     return facts, all(t.passed for t in twins)
 
 
+def written(
+    wanted: Sequence[tuple[Plan, Path]], jobs: int, budget: int, ship: Shipping | None = None
+) -> list[dict[str, Any]]:
+    """Write the outputs of some plans over one source in one pass; the facts of each."""
+    from quantkit.kernels.cpu import FIRST_RUN
+    from quantkit.quantize.capacity import plan_facts, step_bytes
+    from quantkit.quantize.journal import check_target
+    from quantkit.quantize.progress import progress
+    from quantkit.quantize.run import is_finished, run_all
+
+    for plan, out in wanted:
+        if not is_finished(plan, out):
+            check_target(out)
+        show.plan_line(plan, plan_facts(plan, jobs, budget))
+    if FIRST_RUN:
+        sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
+    try:
+        with progress("quantize", sum(plan.bytes_in for plan, _ in wanted)) as advance:
+            report = lambda step: advance(step_bytes(step))  # noqa: E731
+            done = run_all(wanted, jobs=jobs, memory=budget, report=report, ship=ship)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: run the same command again to go on\n")
+        sys.exit(130)
+    peak = peak_memory()
+    for (plan, out), summary in zip(wanted, done, strict=True):
+        show.summary(plan, summary, out, peak)
+    return [
+        {
+            "out": str(out), "bytes_in": s.bytes_in, "bytes_out": s.bytes_out, "seconds": s.seconds,
+            "resumed_steps": s.resumed, "peak_memory_bytes": peak,
+        }
+        for (_, out), s in zip(wanted, done, strict=True)
+    ]  # fmt: skip
+
+
 def export_command(
     source: str, recipe: str | None, out: Path, format_name: str | None, group: str | None, tp: Sequence[int],
     jobs: int, memory: str, as_json: bool, *, engine: str = "vllm", per_rank: bool = False,
     ship: Shipping | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """`quantkit export`; returns the facts that `as_json` prints."""
-    from quantkit.kernels.cpu import FIRST_RUN
-    from quantkit.quantize.capacity import plan_facts, step_bytes
     from quantkit.quantize.cli.several import export_outputs, output_names, plans_of
-    from quantkit.quantize.journal import check_target
-    from quantkit.quantize.progress import progress
-    from quantkit.quantize.run import is_finished, run
 
     budget = parse_bytes(memory)
     if recipe is not None and ship is None and output_names(recipe):
         facts = export_outputs(plans_of(source, recipe, format_name, group, tp), out, jobs, budget)
-        if as_json:
-            emit(facts)
-        return facts
-    plan = load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank)
-    if not is_finished(plan, out):
-        check_target(out)
-    show.plan_line(plan, plan_facts(plan, jobs, budget))
-    if FIRST_RUN:
-        sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
-    try:
-        with progress("quantize", plan.bytes_in) as advance:
-            summary = run(plan, out, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)), ship=ship)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: run the same command again to go on\n")
-        sys.exit(130)
-    peak = peak_memory()
-    show.summary(plan, summary, out, peak)
-    result: dict[str, Any] = {
-        "out": str(out), "bytes_in": summary.bytes_in, "bytes_out": summary.bytes_out, "seconds": summary.seconds,
-        "resumed_steps": summary.resumed, "peak_memory_bytes": peak,
-    }  # fmt: skip
+    else:
+        plan = load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank)
+        (facts,) = written([(plan, out)], jobs, budget, ship)
     if as_json:
-        emit(result)
-    return result
+        emit(facts)
+    return facts
 
 
 def verified(checkpoint: Path, source: Checkpoint | None, run: Path | None, jobs: int) -> Any:

@@ -71,8 +71,8 @@ def export_and_push(
         raise QuantkitError("an option of --push-to without it", allowed="--push-to ORG/NAME")
     if to.stream and to.create_pr:
         raise QuantkitError("--stream-upload cannot open a pull request", allowed="--revision BRANCH, or refs/pr/N")
-    if to.repo is not None:  # planned before: a fault of the recipe must not leave an empty repository behind
-        load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank)
+    if to.repo is not None:  # before anything is made there or fetched: a faulty recipe left an empty repository
+        load_plan(source, recipe, format_name, group, tp, engine, per_rank=per_rank, headers_only=True)
     repo = to.open() if to.repo is not None else None
     ship = None
     if repo is not None:

@@ -10,8 +10,9 @@ from quantkit.export.checkpoint import open_checkpoint
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import show
 from quantkit.quantize.cli.calibrate_commands import Reading, calibrate_command
-from quantkit.quantize.cli.commands import emit, export_command, load_plan, parse_bytes, verified
+from quantkit.quantize.cli.commands import emit, export_command, parse_bytes, verified
 from quantkit.quantize.cli.several import output_names, plans_of, quantize_outputs
+from quantkit.quantize.recipe import load_recipe
 
 MEMORY, MEMORY_CALIBRATING = "512MB", "4GB"
 
@@ -31,8 +32,7 @@ def quantize_command(
         if not passed:
             sys.exit(1)
         return
-    needed = load_plan(source, recipe, format_name, group, tp, headers_only=True).recipe.needs_calibration
-    run = Path(f"{out}.run") if needed else None
+    run = Path(f"{out}.run") if load_recipe(recipe).needs_calibration else None
     if run is not None:
         calibrate_command(source, recipe, run, group, reading, memory or MEMORY_CALIBRATING, device, dtype, 0, False)
         facts = export_command(str(run), None, out, format_name, None, tp, jobs, memory or MEMORY, False, engine=engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,30 +43,9 @@ def plans_of(
 
 def export_outputs(plans: Mapping[str, Plan], out: Path, jobs: int, budget: int) -> dict[str, Any]:
     """Write every output of a recipe; returns the facts of each by name."""
-    from quantkit.quantize.capacity import plan_facts, step_bytes
-    from quantkit.quantize.cli.commands import peak_memory
-    from quantkit.quantize.journal import check_target
-    from quantkit.quantize.progress import progress
-    from quantkit.quantize.run import is_finished, run_all
+    from quantkit.quantize.cli.commands import written
 
-    for name, plan in plans.items():
-        if not is_finished(plan, out / name):
-            check_target(out / name)
-        show.plan_line(plan, plan_facts(plan, jobs, budget))
-    wanted = [(plan, out / name) for name, plan in plans.items()]
-    try:
-        with progress("quantize", sum(p.bytes_in for p in plans.values())) as advance:
-            done = run_all(wanted, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)))
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: run the same command again to go on\n")
-        sys.exit(130)
-    for (plan, folder), summary in zip(wanted, done, strict=True):
-        show.summary(plan, summary, folder, peak_memory())
-    return {
-        name: {"out": str(out / name), "bytes_in": s.bytes_in, "bytes_out": s.bytes_out, "seconds": s.seconds,
-               "resumed_steps": s.resumed, "peak_memory_bytes": peak_memory()}
-        for name, s in zip(plans, done, strict=True)
-    }  # fmt: skip
+    return dict(zip(plans, written([(p, out / name) for name, p in plans.items()], jobs, budget), strict=True))
 
 
 def quantize_outputs(
