@@ -81,9 +81,7 @@ class HessianSum:
 
     def finish(self) -> Hessian:
         """The symmetric matrix."""
-        h_II = self._upper_II.triu()
-        h_II += h_II.triu(1).T
-        return Hessian(h_II, self.tokens, self.dropped)
+        return Hessian(_symmetric(self._upper_II), self.tokens, self.dropped)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,8 +109,14 @@ class PeerHessianSum:
 
     def finish(self) -> Hessian:
         """The symmetric matrix."""
-        upper_II = self._sum_II.mul(2 / max(self.tokens, 1)).float().triu()
-        return Hessian(upper_II + upper_II.triu(1).T, self.tokens)
+        return Hessian(_symmetric(self._sum_II.mul(2 / max(self.tokens, 1)).float()), self.tokens)
+
+
+def _symmetric(h_II: Tensor) -> Tensor:
+    """A matrix from what stands on and above its diagonal."""
+    h_II = h_II.triu()
+    h_II += h_II.triu(1).T
+    return h_II
 
 
 def blend(own: Hessian, layer: Hessian, kappa: float | None = None) -> Hessian:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from quantkit.calibrate.activations import Activations
 from quantkit.calibrate.block import Block
+from quantkit.calibrate.stats import finite_rows
 from quantkit.quantize.methods import modelopt
 from quantkit.quantize.plan import Step, Task
 from quantkit.quantize.recipe_method import Method
@@ -61,8 +62,7 @@ class _Shown:
 
     def linear(self, modules: Sequence[str], x_TI: Tensor) -> None:
         """Inputs of one set of layers."""
-        x_TI = x_TI.float()
-        x_TI = x_TI[torch.isfinite(x_TI).all(1)]
+        x_TI, _ = finite_rows(x_TI.float())
         for name in modules if len(x_TI) else ():
             self._show(name, x_TI)
 

@@ -3,8 +3,7 @@
 One pass over a block shows every linear layer's inputs, from which a method chooses codes; the unpacked result takes
 the weight's place, and a second pass gives the states that enter the next block, so each block sees what the served
 model will give it. Keys and values, and the ranges of activations that will be quantised, are measured in that second
-pass. A block's results are on the disk before the next
-one begins.
+pass. A block's results are on the disk before the next one begins.
 
 Letters: T tokens, I inputs, O outputs, N samples, L tokens of a sample.
 """
@@ -34,6 +33,7 @@ from quantkit.quantize.plan import Plan, Step, Task
 from quantkit.quantize.recipe_method import CALIBRATED, Method
 from quantkit.quantize.run_folder import RunFolder, Stored, write_tensors
 from quantkit.quantize.smoothing import smooth
+from quantkit.quantize.waves import in_waves
 
 BATCH_TOKENS = 2048  # of samples that are run together
 
@@ -213,18 +213,10 @@ def _waves(block: Block, steps: Sequence[Step], memory: int) -> Iterator[list[tu
     """Sets of layers with one input each, so many at a time that their Hessians fit into the memory."""
     wanted = {t.name for s in steps for t in s.tasks}
     copied = {t.name for s in steps for t in modelopt_layers(s)}  # with Hessians of its own
-    wave: list[tuple[str, ...]] = []
-    used = 0
-    for names in block.linears():
-        if not wanted & set(names):
-            continue
+
+    def size(names: tuple[str, ...]) -> int:
         inputs = block.shape(names[0])[1]
-        size = 4 * inputs**2
-        size += sum(4 * (block.shape(n)[0] + inputs) * inputs for n in copied.intersection(names))
-        if wave and used + size > memory:
-            yield wave
-            wave, used = [], 0
-        wave.append(names)
-        used += size
-    if wave:
-        yield wave
+        copies = sum(4 * (block.shape(n)[0] + inputs) * inputs for n in copied.intersection(names))
+        return 4 * inputs**2 + copies
+
+    return in_waves((names for names in block.linears() if wanted & set(names)), size, memory)

@@ -25,6 +25,7 @@ from quantkit.quantize.methods import awq
 from quantkit.quantize.plan import Plan, Task
 from quantkit.quantize.run_folder import Stored
 from quantkit.quantize.smoothing_sets import SmoothingSet, logical, smoothing_sets
+from quantkit.quantize.waves import in_waves
 from torch import Tensor
 
 SEARCHED = 32  # matrices that decide the scales of a set, spread over its experts
@@ -79,17 +80,8 @@ def smooth(
 def _waves(sets: Sequence[SmoothingSet], block: Block, memory: int) -> Iterator[list[SmoothingSet]]:
     """Sets whose Hessians fit into the memory together; those inside experts apart, since only they run the experts."""
     for inside in (False, True):
-        wave: list[SmoothingSet] = []
-        used = 0
-        for s in (s for s in sets if s.expert == inside):
-            size = 4 * block.shape(s.readers[0])[1] ** 2
-            if wave and used + size > memory:
-                yield wave
-                wave, used = [], 0
-            wave.append(s)
-            used += size
-        if wave:
-            yield wave
+        wanted = (s for s in sets if s.expert == inside)
+        yield from in_waves(wanted, lambda s: 4 * block.shape(s.readers[0])[1] ** 2, memory)
 
 
 def _run(block: Block, states: Activations, watch: InputWatch, wave: Sequence[SmoothingSet]) -> Iterator[State]:

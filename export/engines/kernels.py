@@ -13,8 +13,8 @@ from quantkit.export.engines.finding import Finding
 from quantkit.export.engines.modules import Module
 from quantkit.export.engines.schemes import Stated
 from quantkit.export.engines.subject import Kind, Subject
+from quantkit.kernels.scheme import BLOCK
 
-BLOCK = 128
 _MARLIN = (0, 32, 64, 128)
 
 

@@ -12,9 +12,9 @@ from quantkit.export.engines.finding import Finding
 from quantkit.export.engines.modules import Module
 from quantkit.export.engines.schemes import Stated
 from quantkit.export.engines.subject import Kind, Subject
+from quantkit.kernels.scheme import BLOCK
 
 Shape = tuple[int, ...]
-_BLOCK = 128
 _ONE: tuple[Shape, ...] = ((1,), ())
 _MODEL = ("BF16", "F16")
 _LISTS = "correct the ignore list and the targets: full names, one per shard"
@@ -49,7 +49,7 @@ def _scale8(scheme: Stated, rows: int, inputs: int) -> Wanted:
     shapes: dict[str, tuple[Shape, ...]] = {
         "fp8-tensor": _ONE,
         "fp8-channel": ((rows, 1), (rows,)),
-        "fp8-block": ((_up(rows, _BLOCK), _up(inputs, _BLOCK)),),
+        "fp8-block": ((_up(rows, BLOCK), _up(inputs, BLOCK)),),
     }
     return Wanted(("F32", *_MODEL), shapes[scheme.kind])
 
@@ -100,7 +100,7 @@ def _modelopt(scheme: Stated, rows: int, inputs: int) -> dict[str, Wanted]:
     if scheme.kind == "mxfp8":
         return codes | {"weight_scale": Wanted(("U8",), ((rows, inputs // 32),))}
     if scheme.kind == "fp8-block":
-        shape = (_up(rows, _BLOCK), 1, _up(inputs, _BLOCK), 1)
+        shape = (_up(rows, BLOCK), 1, _up(inputs, BLOCK), 1)
         return codes | {"weight_scale": Wanted(("F32",), (shape, shape[::2]))}
     return codes | {"weight_scale": _scale8(scheme, rows, inputs)}
 
@@ -108,7 +108,7 @@ def _modelopt(scheme: Stated, rows: int, inputs: int) -> dict[str, Wanted]:
 def _fp8(scheme: Stated, rows: int, inputs: int) -> dict[str, Wanted]:
     codes = {"weight": Wanted(("F8_E4M3",), ((rows, inputs),))}
     if scheme.kind == "fp8-block":
-        shape = (_up(rows, _BLOCK), _up(inputs, _BLOCK))
+        shape = (_up(rows, BLOCK), _up(inputs, BLOCK))
         return codes | {"weight_scale_inv": Wanted(("F32", "F8_E8M0", "BF16"), (shape,))}
     codes["weight_scale"] = Wanted(("F32",), _ONE)
     return codes | ({"input_scale": Wanted(("F32",), _ONE)} if scheme.inputs == "static" else {})

@@ -158,8 +158,7 @@ def written(
         sys.stderr.write("compiling kernels for this machine, once: up to half a minute\n")
     try:
         with progress("quantize", sum(plan.bytes_in for plan, _ in wanted)) as advance:
-            report = lambda step: advance(step_bytes(step))  # noqa: E731
-            done = run_all(wanted, jobs=jobs, memory=budget, report=report, ship=ship)
+            done = run_all(wanted, jobs=jobs, memory=budget, report=lambda step: advance(step_bytes(step)), ship=ship)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: run the same command again to go on\n")
         sys.exit(130)

@@ -19,7 +19,8 @@ from quantkit.kernels.cpu.rows import (
     row_parts,
     scale_shape,
 )
-from quantkit.kernels.scheme import BLOCK, QuantScheme
+from quantkit.kernels.float8 import dequantize, spread_blocks
+from quantkit.kernels.scheme import QuantScheme
 from quantkit.quantize.methods.gptq import Quantized, losses
 from quantkit.quantize.methods.grid import Grid, decoded, make_grid, nearest_to, parts_of, saturated
 from torch import Tensor
@@ -79,9 +80,5 @@ def _fp8(
 
 def fp8_values(parts: RowParts, scheme: QuantScheme) -> Tensor:
     """float32 [O, I] that FP8 codes under their scales stand for."""
-    values_OI = torch.from_numpy(parts.codes).view(torch.float8_e4m3fn).float()
-    scale = torch.from_numpy(parts.scale)
-    if scheme.granularity == "block":
-        rows, inputs = values_OI.shape
-        scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :inputs]
-    return values_OI * scale
+    codes_OI, scale = torch.from_numpy(parts.codes), torch.from_numpy(parts.scale)
+    return dequantize(codes_OI, spread_blocks(scale, *codes_OI.shape) if scheme.granularity == "block" else scale)

@@ -101,12 +101,12 @@ def factorise(hessian_II: Tensor, options: GptqOptions = GptqOptions()) -> Facto
     """Order the columns and factorise: once for all matrices with these inputs. Never raises for bad numbers."""
     h_II = hessian_II.float()
     if not bool(torch.isfinite(h_II).all()):
-        return _failed(torch.zeros_like(h_II), "the Hessian holds NaN or infinity", dead=False)
+        return _unfactored(torch.zeros_like(h_II), "the Hessian holds NaN or infinity", dead=False)
     dead_I = h_II.diagonal() <= 0
     if bool(dead_I.all()):
-        return _failed(h_II, "the layer saw no input")
+        return _unfactored(h_II, "the layer saw no input")
     if not options.compensate:
-        return _failed(h_II, None)
+        return _unfactored(h_II, None)
     if bool(dead_I.any()):
         h_II = h_II.clone()
         h_II[dead_I, :] = 0
@@ -120,11 +120,12 @@ def factorise(hessian_II: Tensor, options: GptqOptions = GptqOptions()) -> Facto
     ordered_II.diagonal().add_(fill_I[order_I])
     found = damped_factor(ordered_II, ladder)
     if found is None:
-        return _failed(h_II, f"the Hessian has no Cholesky factor with damping up to {ladder[-1]}")
+        return _unfactored(h_II, f"the Hessian has no Cholesky factor with damping up to {ladder[-1]}")
     return Factor(h_II, found[0], order_I, found[1], dead_I, fill_I + found[1] * ordered_II.diagonal().mean())
 
 
-def _failed(h_II: Tensor, reason: str | None, *, dead: bool = True) -> Factor:
+def _unfactored(h_II: Tensor, reason: str | None, *, dead: bool = True) -> Factor:
+    """Without a factor, for `reason` or because none is wanted; `dead` False: no input counts as dead."""
     diagonal_I = h_II.diagonal()
     return Factor(h_II, None, None, 0.0, (diagonal_I <= 0) & dead, torch.zeros_like(diagonal_I), reason)
 
@@ -149,7 +150,7 @@ def quantize(
         )
     # a copy: how a view lies in memory shows in the last bits of matrix products
     w_OI = w_OI.to(factor.h_II.device, torch.float32, copy=True, memory_format=torch.contiguous_format)
-    bad_O = ~torch.isfinite(w_OI.sum(1))
+    bad_O = ~torch.isfinite(w_OI).all(1)
     if bool(bad_O.any()):
         raise QuantkitError(
             "a weight is not a finite number", value=f"NaN or infinity in row {int(bad_O.nonzero()[0])}"
@@ -169,12 +170,15 @@ def _rows(
     plain_O = best.loss_O
     costs = _costs(factor)
     for rule in options.rules:
-        if rule != "weighted" or costs is not None:
-            if rule == "clip":
-                grid = clipped(w_OI, factor.h_II, make_grid(w, scheme, "plain", None, half=half, amax=amax), best.grid)
-            else:
-                grid = searched if rule == "search" else make_grid(w, scheme, rule, costs, half=half, amax=amax)
-            best.offer(_compensated(w_OI, factor, grid, options.block), grid)
+        if rule == "search":
+            grid = searched
+        elif rule == "clip":
+            grid = clipped(w_OI, factor.h_II, make_grid(w, scheme, "plain", None, half=half, amax=amax), best.grid)
+        elif costs is None:
+            continue
+        else:
+            grid = make_grid(w, scheme, rule, costs, half=half, amax=amax)
+        best.offer(_compensated(w_OI, factor, grid, options.block), grid)
     for _ in range(0 if factor.upper_II is None else options.sweeps):
         best.sweep(factor, options.block)
     parts = parts_of(best.grid, w, best.hat_OI.cpu().contiguous().numpy())
