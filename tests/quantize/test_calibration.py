@@ -11,6 +11,7 @@ import pytest
 import torch
 from calibration_runs import files_of, samples
 from families import FAMILIES, load_tensors
+from killed import KilledError, killed_after
 from quantkit.export.checkpoint import Reader, open_checkpoint
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.calibration import Settings
@@ -100,20 +101,9 @@ def test_a_killed_run_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
     plan = plan_for(llama, tmp_path)
     calibrate_into(tmp_path / "whole", plan, samples(), SETTINGS)
 
-    class KilledError(Exception):
-        pass
-
     for stop in (1, 5, 9):
-        seen = 0
-
-        def advance(tokens: int, stop: int = stop) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == stop:
-                raise KilledError
-
         try:
-            calibrate_into(tmp_path / "killed", plan, samples(), SETTINGS, advance=advance)
+            calibrate_into(tmp_path / "killed", plan, samples(), SETTINGS, advance=killed_after(stop))
         except KilledError:
             with pytest.raises(QuantkitError, match="not finished"):
                 open_run(tmp_path / "killed")

@@ -10,6 +10,7 @@ import pytest
 from calibration_runs import files_of
 from families import FAMILIES, tiny
 from integration.checkpoints import quantise
+from killed import KilledError, killed_after
 from quantkit.export import checkpoint as checkpoint_module
 from quantkit.export.checkpoint import open_checkpoint
 from quantkit.kernels.errors import QuantkitError
@@ -78,17 +79,9 @@ def test_the_source_is_read_once(llama: Path, tmp_path: Path, monkeypatch: pytes
 def test_killed_anywhere_and_run_again_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
     expected = files_of(pools(llama, tmp_path, tmp_path / "whole"))
     for stop in (1, 9, 30):
-        seen = 0
-
-        def report(step: object, stop: int = stop) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == stop:
-                raise KeyboardInterrupt
-
         out = tmp_path / f"killed-{stop}"
-        with pytest.raises(KeyboardInterrupt):
-            pools(llama, tmp_path, out, report=report)
+        with pytest.raises(KilledError):
+            pools(llama, tmp_path, out, report=killed_after(stop))
         assert not any((out / name).exists() for name in ("decode", "prefill"))
         assert files_of(pools(llama, tmp_path, out)) == expected
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "whole").rglob("*")}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, load_tensors, save_tensors
+from killed import KilledError, killed_after
 from oracle.dequantize import dequantize
 from quantkit.calibrate.activations import Activations
 from quantkit.calibrate.blocks import open_model
@@ -243,20 +244,9 @@ def test_memory_and_kills_change_nothing(family: str, memory: int, tmp_path: Pat
     plan = plan_for(source, tmp_path)
     calibrate_into(tmp_path / "whole", plan, samples(), SETTINGS)
 
-    class KilledError(Exception):
-        pass
-
     for stop in (1, 4, 2):  # in the first block, then twice in the second
-        seen = 0
-
-        def advance(tokens: int, stop: int = stop) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == stop:
-                raise KilledError
-
         with pytest.raises(KilledError):
-            calibrate_into(tmp_path / "killed", plan, samples(), SETTINGS, advance=advance)
+            calibrate_into(tmp_path / "killed", plan, samples(), SETTINGS, advance=killed_after(stop))
     calibrate_into(tmp_path / "killed", plan, samples(), Settings(memory))
     for file in sorted((tmp_path / "whole" / "weights").iterdir()):
         assert file.read_bytes() == (tmp_path / "killed" / "weights" / file.name).read_bytes()
