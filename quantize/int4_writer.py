@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from quantkit.export.sources.int4_rows import ONES
 from quantkit.kernels import layouts
 from quantkit.kernels.packed import pack_zero_points
 from quantkit.quantize.plan import Out
 from quantkit.quantize.target import NUMPY, Target
-
-ONE = {"BF16": 0x3F80, "F16": 0x3C00}  # bits of 1.0
 
 
 class Int4Writer:
@@ -74,7 +73,7 @@ class Int4Writer:
             elif kind == "g_idx":
                 self._target.write(out, np.arange(inputs, dtype=np.int32) // np.int32(inputs // self._groups))
             elif kind == "ones":
-                self._target.write(out, np.full(inputs, ONE[out.dtype], np.uint16))
+                self._target.write(out, np.full(inputs, ONES[out.dtype], np.uint16))
 
     def _packed_zeros(self) -> NDArray[np.int32]:
         zero_OG = np.concatenate(self._zeros) if self._zeros else np.zeros((self._shape[0], self._groups), np.int8)

@@ -20,7 +20,7 @@ from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.packed import unpack_zero_points
 
 ENCODINGS = ("int4-ct", "int4-pairs", "gptq-v1", "gptq-v2", "awq")
-_ONES = {"BF16": 0x3F80, "F16": 0x3C00}
+ONES = {"BF16": 0x3F80, "F16": 0x3C00}  # bits of 1.0
 
 
 def columns(info: TensorInfo, first: int, end: int, reader: Reader) -> NDArray[np.int32]:
@@ -92,7 +92,7 @@ def kmajor_zeros(encoding: str, words: NDArray[np.int32], outputs: int) -> NDArr
 def has_factor(weight: Weight, reader: Reader) -> bool:
     """True when the inputs have to be multiplied before they meet the codes (ModelOpt's `pre_quant_scale`)."""
     info = weight.parts.get("ones")
-    return info is not None and bool((reader.read(info).view(np.uint16) != _ONES[info.dtype]).any())
+    return info is not None and bool((reader.read(info).view(np.uint16) != ONES[info.dtype]).any())
 
 
 def _check_plain(weight: Weight, reader: Reader) -> None:
