@@ -22,12 +22,12 @@ MAX_DROPPED = 0.01
 # Of the tokens that an expert sees in a batch, those that count for its whole layer: a quarter of the inputs' number of
 # them is what its Hessian is blended with, so a sample will do.
 PEER_TOKENS = 32
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=_proj\.)\d+$")
 
 
 def peers_key(module: str) -> str:
     """One name for the modules at this place in all experts of a layer; the module's own outside of experts."""
-    return _EXPERT.sub(".experts.*.", module)
+    return _EXPERT.sub("*", module)
 
 
 class Watch:

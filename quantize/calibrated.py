@@ -5,7 +5,7 @@ Letters: O outputs (rows), I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def choose_codes(
     foreign  what ModelOpt found for layers whose method it is
     """
     tasks = [t for t in step.tasks if t.fate == "quantize" and t.method in CALIBRATED and t.scheme is not None]
-    weights = {t.name: block.weight(t.name) for t in tasks}
+    weights = {t.name: block.weight(t.name).contiguous() for t in tasks}
     amax = max(float(w.abs().max()) for w in weights.values())
     stored: dict[str, Stored] = {}
     facts: dict[str, Any] = {}
@@ -99,6 +99,21 @@ def layer_tensors(
     rows, inputs = shape
     made = compressed_tensors.parts(scheme, rows, inputs, half=half, input_scale=False)
     return {f"{module}.{p.name}": (p.dtype, p.shape, _content(p, shape, parts, amax)) for p in made}
+
+
+def fused_tensors(stored: dict[str, Stored], steps: Sequence[Step]) -> dict[str, Stored]:
+    """Tensors of a block's layers, those of experts that the source keeps in one tensor X as `X_blocks`, `X_scales`."""
+    found = dict(stored)
+    experts: dict[str, list[Task]] = {}
+    for task in (t for s in steps for t in s.tasks):
+        if len(task.weight.shape) == 3:
+            experts.setdefault(task.weight.name, []).append(task)
+    for name, tasks in experts.items():
+        codes = np.stack([found.pop(f"{t.name}.weight_packed")[2] for t in tasks])
+        scales = np.stack([found.pop(f"{t.name}.weight_scale")[2] for t in tasks])
+        blocks = codes.reshape(*scales.shape, -1)
+        found |= {f"{name}_blocks": ("U8", blocks.shape, blocks), f"{name}_scales": ("U8", scales.shape, scales)}
+    return found
 
 
 def _content(part: Part, shape: tuple[int, ...], parts: RowParts, amax: float) -> np.ndarray[Any, Any]:

@@ -25,7 +25,7 @@ from quantkit.calibrate.kv import KVStats, rope_of
 from quantkit.calibrate.watch import Watch
 from quantkit.export.checkpoint import Reader, text_config
 from quantkit.kernels.errors import QuantkitError, join_errors
-from quantkit.quantize.calibrated import Factors, choose_codes
+from quantkit.quantize.calibrated import Factors, choose_codes, fused_tensors
 from quantkit.quantize.calibrated_modelopt import ask_modelopt, modelopt_layers
 from quantkit.quantize.decoded import DecodedWeights
 from quantkit.quantize.input_scales import block_scales, measured_sets, measured_tasks
@@ -93,9 +93,10 @@ def steps_of_blocks(plan: Plan, model: BlockModel) -> list[list[Step]]:
 
 
 def _block_of(task: Task, plan: Plan, model: BlockModel) -> int | None:
-    """The block that a layer is in; None when none runs it, or when it is a share of fused experts."""
+    """The block that a layer is in; None when none runs it, or when it is a part of a matrix in fused experts."""
     layer = plan.placed[task.weight.name].layer
-    return layer if layer is not None and layer < model.num_blocks and len(task.weight.shape) == 2 else None
+    whole = len(task.weight.shape) == 2 or plan.format == "mxfp4"
+    return layer if layer is not None and layer < model.num_blocks and whole else None
 
 
 def _unreachable(name: str) -> QuantkitError:
@@ -185,7 +186,7 @@ def _choose(
     for name, w_OI in unpacked.items():  # after all waves: how many there were must not show in the codes
         block.replace(name, w_OI)
     if stored:
-        write_tensors(folder.block_file(block.index), stored)
+        write_tensors(folder.block_file(block.index), fused_tensors(stored, steps))
     return layers, smoothed.changed
 
 

@@ -255,6 +255,10 @@ class Fates:
                 value=weight.extra[0].name,
                 allowed="recipe keep (as published), `input_scale` in the rule, or `scheme: bf16` and another scheme",
             )
+        if len(weight.shape) != 2 and self.format_name == "mxfp4":
+            experts, rows, inputs = weight.shape
+            made = self.made(scheme, rows, inputs, False, static, weight)
+            return [replace(part, shape=(experts, *part.shape)) for part in made]
         if len(weight.shape) != 2:
             self.fault("fused experts cannot change their format", weight, allowed="--format mxfp4, or keep")
             return []

@@ -76,7 +76,7 @@ def run_kernel(pair: Pair, inputs_of: Inputs, reader: Reader) -> KernelRun | Non
         return None
     source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader, Buffers())
     decoded = row_source(out, rows, inputs, out_row, None, reader, Buffers())
-    x_TI, recorded = inputs_of(out.module, inputs)
+    x_TI, recorded = inputs_of(out.module if pair.out_expert is None else f"{out.module}.{pair.out_expert}", inputs)
     # W4A4 on what was recorded: a measured scale says nothing of random inputs
     scale = input_scale(out, reader) if recorded and packed.scheme.has_global else None
     seen_TI = x_TI if scale is None else _quantized(x_TI, scale)

@@ -32,7 +32,7 @@ def tensor_of(task: Task, part: Part) -> tuple[str, tuple[int, ...]]:
     weight = task.weight
     if task.fate == "keep":
         return part.name, part.shape
-    experts = weight.shape[:1] if len(weight.shape) == 3 else ()
+    experts = weight.shape[:1] if task.matrix is not None and len(weight.shape) == 3 else ()
     if task.fate == "decode":
         return weight.name, (*experts, *part.shape)
     if part.name in ("blocks", "scales") and part.layout == "rows":  # gpt-oss: experts in one tensor, joined by `_`

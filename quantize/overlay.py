@@ -13,7 +13,7 @@ from pathlib import Path
 from quantkit.export.checkpoint import Checkpoint, quantization_config, read_tensors, with_quantization
 from quantkit.export.formats import FP8_KV
 from quantkit.export.safetensors_file import TensorInfo
-from quantkit.export.sources.detect import weights_of
+from quantkit.export.sources.detect import Weight, weights_of
 from quantkit.kernels.errors import QuantkitError
 
 WEIGHTS = "weights"
@@ -34,7 +34,7 @@ def overlaid(source: Checkpoint, run: Path, *, kv: Path | None = None, fp8_kv: b
     gone: set[str] = set()
     for name, weight in ours.items():
         if name in theirs:
-            if theirs[name].shape != weight.shape:
+            if not _same_shape(theirs[name], weight):
                 raise QuantkitError(
                     "a layer of the run has another shape than the source's", file=run, tensor=name,
                     value=list(weight.shape), allowed=list(theirs[name].shape),
@@ -52,3 +52,10 @@ def overlaid(source: Checkpoint, run: Path, *, kv: Path | None = None, fp8_kv: b
         quant = {**quantization_config(config), "kv_cache_scheme": FP8_KV}
         config = with_quantization(config, quant)
     return replace(source, config=config, tensors=tensors, calibrated=frozenset(ours))
+
+
+def _same_shape(source: Weight, ours: Weight) -> bool:
+    """Whether the shapes are the same: codes of fused experts are [E, O, I], plain ones may be [E, I, O] (gpt-oss)."""
+    shape = source.shape
+    turned = len(shape) == 3 and source.encoding == "plain" and ours.encoding != "plain"
+    return ours.shape == shape or (turned and ours.shape == (shape[0], shape[2], shape[1]))

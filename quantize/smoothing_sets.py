@@ -117,5 +117,8 @@ def _set(
 
 
 def logical(name: str, weights: Mapping[str, Weight]) -> str:
-    """The name of a module's tensor: with `.weight`, unless it is a tensor's name already."""
+    """The name of a module's tensor: with `.weight`, unless it is a tensor's name already or a matrix inside of one."""
+    fused, _, expert = name.rpartition(".")
+    if expert.isdigit() and fused in weights:
+        return fused
     return name if name in weights else f"{name}.weight"

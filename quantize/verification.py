@@ -189,31 +189,30 @@ def _against_source(
     lost = tuple(f"{n}: is in the source, nothing of it in the checkpoint" for n in missing)
     added = tuple(f"{n}: is not in the source" for n in strange if n not in ours)
     known = f"{len(pairs)} weights, {len(dropped)} dropped by a rule"
-    checks = [
-        Check(
-            "every tensor of the source is accounted for",
-            known + (f", {len(ours)} from a calibration run" if ours else ""),
-            lost + added,
-        )
-    ]
+    known += f", {len(ours)} from a calibration run" if ours else ""
+    checks = [Check("every tensor of the source is accounted for", known, lost + added)]
     inputs_of = inputs_from(recorded, reader)
     originals = pairs if chosen is published else pairs_of(published, weights, dropped)[0]
-    original_of = {(p.output.name, p.out_expert): p for p in originals}
+    originals_of: dict[tuple[str, int | None], list[Pair]] = {}
+    for p in originals:  # a fused tensor may be one pair with the run, and one an expert with the published weights
+        for expert in {p.out_expert, None}:
+            originals_of.setdefault((p.output.name, expert), []).append(p)
 
-    def work(pair: Pair) -> tuple[Compared | None, KernelRun | None]:
-        original = original_of.get((pair.output.name, pair.out_expert))
-        kernel = run_kernel(original, inputs_of, reader) if original else None
+    def work(pair: Pair) -> tuple[Compared | None, list[KernelRun]]:
+        found = originals_of.get((pair.output.name, pair.out_expert), [])
+        ran = [r for p in found if (r := run_kernel(p, inputs_of, reader)) is not None]
         compared = None if pair.output.name in ours else compare(pair, reader, tails=pair.output.module in tails)
         advance(pair.nbytes)
-        return compared, kernel
+        return compared, ran
 
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(work, pairs))
     compared = [c for c, _ in results if c is not None]
-    layers = [_layer(c, None if c.name in smoothed else r) for c, r in results if c is not None and c.scheme]
+    layers = [_layer(c, [] if c.name in smoothed else r) for c, r in results if c is not None and c.scheme]
     verdicts = _verdicts(compared, layers)
-    given = [r for c, r in results if r is not None and r.sq_w_err and not (c and c.scheme) and r.name not in smoothed]
-    runs = [r for _, r in results if r is not None]
+    runs = [r for _, ran in results for r in ran]
+    ours_alone = [r for c, ran in results if not (c and c.scheme) for r in ran]
+    given = [r for r in ours_alone if r.sq_w_err and r.name not in smoothed]
     return [*checks, *verdicts, *_kernel_check(runs)], layers + [_given(r) for r in given]
 
 
@@ -224,9 +223,9 @@ def _given(run: KernelRun) -> LayerError:
     return LayerError(run.name, run.scheme, error, math.inf, sqnr_db(error), outputs)
 
 
-def _layer(c: Compared, run: KernelRun | None) -> LayerError:
+def _layer(c: Compared, runs: Sequence[KernelRun]) -> LayerError:
     error = relative_error(c.sq_err, c.sq_norm)
-    outputs = relative_error(run.sq_err, run.sq_norm) if run else math.nan
+    outputs = relative_error(runs[0].sq_err, runs[0].sq_norm) if runs else math.nan
     return LayerError(c.name, c.scheme, error, relative_error(c.sq_plain, c.sq_norm), sqnr_db(error), outputs)
 
 
