@@ -6,11 +6,11 @@ what it reads: of compressed-tensors' divisors that is the smallest range, and a
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
-from quantkit.export.checkpoint import Checkpoint, Reader, quantization_config
+from quantkit.export.activations import activations_of
+from quantkit.export.checkpoint import Checkpoint, Reader
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.packed import input_scale, input_scale_tensor
 from quantkit.export.sources.rows import scale_values
@@ -26,7 +26,7 @@ def check_input_scales(
     shared    weight -> key of the set that an engine keeps one scale for: fused layers, experts of a layer
     measured  layer -> scale, of the calibration run that the checkpoint comes from; empty when that is not known
     """
-    asked = _asked(checkpoint, weights)
+    asked = {name for name, a in activations_of(checkpoint.config, weights).items() if a.fixed}
     failures: list[str] = []
     values: dict[str, float] = {}
     for name, weight in weights.items():
@@ -53,25 +53,3 @@ def check_input_scales(
         return []
     where = f"{len(values)} layers" + (f", {len(measured)} measured by the run" if measured else "")
     return [Check("activations have a sound scale, one for a fused set and for the experts", where, tuple(failures))]
-
-
-def _asked(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> set[str]:
-    """The quantised weights whose activations the configuration quantises under a stored scale."""
-    config = quantization_config(checkpoint.config)
-    quantized = {n: w for n, w in weights.items() if w.encoding != "plain"}
-    if config.get("quant_method") == "fp8":
-        return set(quantized) if config.get("activation_scheme") == "static" else set()
-    if config.get("quant_algo") == "FP8":  # ModelOpt: the name says so, whatever its groups do
-        return set(quantized)
-    return {
-        name
-        for group in (config.get("config_groups") or {}).values()
-        if (group.get("input_activations") or {}).get("dynamic", True) in (False, "local")
-        for name, weight in quantized.items()
-        if _targeted(group.get("targets") or (), weight.module)
-    }
-
-
-def _targeted(targets: Sequence[str], module: str) -> bool:
-    patterns = (t[3:] for t in targets if t.startswith("re:"))
-    return "Linear" in targets or module in targets or any(re.match(p, module) for p in patterns)

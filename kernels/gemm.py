@@ -73,7 +73,7 @@ def quantize_activations(x_TI: Tensor, input_scale: float) -> Tensor:
     scale_TG = (amax_TG / (torch.tensor(6.0) * torch.tensor(input_scale))).clamp(2.0**-9, 448)
     scale_TG = scale_TG.to(torch.float8_e4m3fn).float()
     index = e2m1_index((x_TGK / (scale_TG * torch.tensor(input_scale))[..., None]).abs())
-    value = torch.tensor(E2M1_VALUES)[index] * x_TGK.sign()
+    value = torch.tensor(E2M1_VALUES, device=x_TI.device)[index] * x_TGK.sign()
     exact: Tensor = (value * scale_TG[..., None]).flatten(1)
     return exact * input_scale
 
