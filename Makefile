@@ -80,7 +80,7 @@ demo: $(VENV)/calibrate.stamp $(VENV)/demo.stamp $(VENV)/wheel.stamp
 	@$(call evaluate,int4,int4)
 	@$(call evaluate,gptq,gptq)
 	@$(call evaluate,gptq,gptq-kv,--kv)
-	@$(BIN)/python tests/demo_table.py $(MODEL)-gptq.verify.json 'INT4 g64, data-free=$(MODEL)-int4.json' \
+	@$(BIN)/python tests/demo_table.py 'INT4 g64, data-free=$(MODEL)-int4.json' \
 	    'INT4 g64, GPTQ=$(MODEL)-gptq.json' 'INT4 g64, GPTQ, FP8 KV cache=$(MODEL)-gptq-kv.json'
 	@printf '\n%s\n' 'Done, and verified against the source. The model as published and the four checkpoints to serve:'
 	@du -shc --apparent-size $(MODEL) $(MODEL)-int4 $(MODEL)-nvfp4 $(MODEL)-fp8 $(MODEL)-gptq | sed '$$d'
@@ -96,7 +96,7 @@ define calibrate
 printf '\n==== %s ====\n' '$(1)'; rm -rf $(MODEL)-$(1) $(MODEL)-$(1).run; set -ex; \
 $(BIN)/quantkit calibrate $(MODEL) $(2) -o $(MODEL)-$(1).run; \
 $(BIN)/quantkit export $(MODEL)-$(1).run -o $(MODEL)-$(1); \
-$(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL) --run $(MODEL)-$(1).run --json > $(MODEL)-$(1).verify.json; \
+$(BIN)/quantkit verify $(MODEL)-$(1) --source $(MODEL) --run $(MODEL)-$(1).run; \
 $(BIN)/quantkit verify $(MODEL)-$(1) --engine vllm --engine sglang
 endef
 

@@ -23,10 +23,12 @@ from quantkit.calibrate.block_sweep import sweep
 from quantkit.calibrate.observe import (
     AllSeen,
     Cache,
+    Compare,
     Observer,
     attention_watched,
     bound,
     experts_forward,
+    inputs_served,
     linears_watched,
 )
 from quantkit.calibrate.producers import Source
@@ -78,18 +80,19 @@ class Block:
         ]
 
     def run_all(
-        self, states: Activations, observe: Observer | None = None, cache: Cache | None = None
-    ) -> Iterator[tuple[int, State]]:
+        self, states: Activations, observe: Observer | None = None, cache: Cache | None = None,
+        compare: Compare | None = None,
+    ) -> Iterator[tuple[int, State]]:  # fmt: skip
         """`run` on every state: (its number, what enters the next block), in order. A state may be overwritten then.
 
         Where experts do not fit into memory, each is read once in all; as many bytes again as the block's budget may
         then hold what enters and leaves the experts, and more waits in files.
         """
         if len(self.streamed) == 1 and self._memory is not None:
-            yield from sweep(self, states, observe, cache, self._memory, self._owner.scratch)
+            yield from sweep(self, states, observe, cache, compare, self._memory, self._owner.scratch)
             return
         for i, state in enumerate(states):
-            yield i, self.run(state, observe, cache)
+            yield i, self.run(state, observe, cache, compare)
 
     def show_all(self, states: Activations, observe: Observer, sets: Collection[tuple[str, ...]]) -> Iterator[State]:
         """Show the observer the inputs of these sets of `linears`, for every state, which is given back as it was.
@@ -106,13 +109,15 @@ class Block:
             yield state
 
     def run(
-        self, state: State, observe: Observer | None = None, cache: Cache | None = None, *,
+        self, state: State, observe: Observer | None = None, cache: Cache | None = None,
+        compare: Compare | None = None, *,
         experts: Callable[..., torch.Tensor] | None = None, only: Collection[tuple[str, ...]] | None = None,
     ) -> State:  # fmt: skip
         """The state that enters the next block; raises AllSeen once the observer was shown the sets `only`.
 
         `observe` is shown the inputs of every set of `linears` and what the attention caches; `cache` replaces the keys
-        and values that the attention of this block reads; `experts` stands in for its routed experts.
+        and values that the attention of this block reads, and `compare` may run it again under others; `experts` stands
+        in for its routed experts.
         """
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -124,9 +129,12 @@ class Block:
                 path = self._owner.layer_name(self.index)
                 sets = [(self._owner.model.get_submodule(f"{path}.{first}"), names) for first, names in self._sets()]
                 stack.enter_context(linears_watched(sets, observe, only))
-            if observe is not None or cache is not None:
-                attention = attention_watched(self.module, config._attn_implementation, self.index, observe, cache)
-                stack.enter_context(attention)
+            if any(x is not None for x in (observe, cache, compare)):
+                kind = config._attn_implementation
+                stack.enter_context(attention_watched(self.module, kind, self.index, observe, cache, compare))
+            served = self._owner.served
+            layers = [(self._owner.model.get_submodule(p), served[n]) for p, n in self._plain.items() if n in served]
+            stack.enter_context(inputs_served(layers))
             return self._owner.run_layer(self.index, state)
 
     def add_experts(self, path: str, state: State, observe: Observer | None) -> State:
@@ -140,7 +148,7 @@ class Block:
         with torch.no_grad():
             added = experts_forward(
                 module, hidden.to(device), index.to(device), weights.to(device), store.matrix,
-                self._shown(path, observe), only=store.held, out_TD=None if out is None else out.to(device),
+                self._entering(path, observe), only=store.held, out_TD=None if out is None else out.to(device),
             )  # fmt: skip
         return State(hidden, (index, weights, added))
 
@@ -210,15 +218,18 @@ class Block:
             def matrix(leaf: str, e: int) -> torch.Tensor:
                 return store.matrix(leaf, e) if store is not None else getattr(module, leaf)[e]
 
-            return experts_forward(module, hidden, index, weights, matrix, self._shown(path, observe))
+            return experts_forward(module, hidden, index, weights, matrix, self._entering(path, observe))
 
         return forward
 
-    def _shown(self, path: str, observe: Observer | None) -> Callable[[str, int, torch.Tensor], None]:
-        """Shows an observer what enters a matrix of the experts module `path`."""
+    def _entering(self, path: str, observe: Observer | None) -> Callable[[str, int, torch.Tensor], torch.Tensor]:
+        """What a matrix of the experts module `path` multiplies; an observer is shown what comes to it."""
 
-        def seen(leaf: str, e: int, x_TI: torch.Tensor) -> None:
+        def entering(leaf: str, e: int, x_TI: torch.Tensor) -> torch.Tensor:
+            names = self._names[f"{path}.{leaf}", e]
             if observe is not None:
-                observe.linear(self._names[f"{path}.{leaf}", e], x_TI)
+                observe.linear(names, x_TI)
+            served = self._owner.served.get(names[0])
+            return x_TI if served is None else served(x_TI)
 
-        return seen
+        return entering

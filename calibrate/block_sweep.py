@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from quantkit.calibrate.activations import Activations, State
-from quantkit.calibrate.observe import Cache, Observer
+from quantkit.calibrate.observe import Cache, Compare, Observer
 
 if TYPE_CHECKING:
     from quantkit.calibrate.block import Block
@@ -44,8 +44,9 @@ def _before_experts(block: Block, state: State, cache: Cache | None) -> State:
 
 
 def sweep(
-    block: Block, states: Activations, observe: Observer | None, cache: Cache | None, memory: int, folder: Path | None
-) -> Iterator[tuple[int, State]]:
+    block: Block, states: Activations, observe: Observer | None, cache: Cache | None, compare: Compare | None,
+    memory: int, folder: Path | None,
+) -> Iterator[tuple[int, State]]:  # fmt: skip
     """(number of the state, what enters the next block), in order; `memory` bytes for what is put aside.
 
     The observer sees the experts first, wave by wave, each expert its batches in order, then everything else.
@@ -59,4 +60,4 @@ def sweep(
                 aside[i] = block.add_experts(path, aside[i], observe)
         for i, state in enumerate(states):
             out = aside[i].rest[2]  # type: ignore[index]
-            yield i, block.run(state, observe, cache, experts=lambda module, x, *_, out=out: out.to(x.device))
+            yield i, block.run(state, observe, cache, compare, experts=lambda module, x, *_, out=out: out.to(x.device))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from quantkit.calibrate.block import Block
 from quantkit.calibrate.block_load import Experts, Loader
 from quantkit.calibrate.block_names import Names, Target, name_plan
 from quantkit.calibrate.meta_model import build, find_layers, input_sets, materialise_buffers, run_on_meta
+from quantkit.calibrate.observe import Served
 from quantkit.calibrate.producers import find_sources
 from quantkit.calibrate.weights import Weights
 
@@ -41,17 +42,21 @@ def open_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
     scratch: Path | None = None,
+    served: Mapping[str, Served] | None = None,
 ) -> BlockModel:
     """Build the model of `folder`'s config.json on the meta device and find a tensor for every parameter.
 
     Nothing of `weights` is read yet. `scratch` is where overwritten experts go that do not fit into memory (default:
-    the system's temporary folder). Raises QuantkitError for a model that cannot run block by block, needs remote code
+    the system's temporary folder). `served` says, by module of the checkpoint, what an engine makes of the input of a
+    layer of a block. Raises QuantkitError for a model that cannot run block by block, needs remote code
     without `trust_remote_code`, or does not fit its checkpoint.
     """
     model, nested = build(folder, dtype, trust_remote_code)
     layers, found = find_layers(model)
     names = name_plan(model, weights, layers=layers, count=len(found), nested=nested)
-    return BlockModel(model, layers, names, weights, dtype=dtype, device=torch.device(device), scratch=scratch)
+    return BlockModel(
+        model, layers, names, weights, dtype=dtype, device=torch.device(device), scratch=scratch, served=served or {}
+    )
 
 
 def fast_dtype(device: str) -> torch.dtype:
@@ -67,9 +72,9 @@ class BlockModel:
 
     def __init__(
         self, model: Any, layers: str, names: Names, weights: Weights, *, dtype: torch.dtype, device: torch.device,
-        scratch: Path | None,
+        scratch: Path | None, served: Mapping[str, Served],
     ) -> None:  # fmt: skip
-        self.config = model.config
+        self.config, self.served = model.config, served
         self.unused = names.unused
         self.device, self.dtype, self.scratch = device, dtype, scratch
         self.model, self.prefix, self.targets = model, layers, names.targets

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from quantkit.calibrate.activations import Activations, State
 from quantkit.calibrate.blocks import BlockModel
-from quantkit.calibrate.observe import Cache
+from quantkit.calibrate.observe import Cache, Compare
 from quantkit.calibrate.perplexity import CHUNK, Scores, compare_logits
 from quantkit.kernels.errors import QuantkitError
 
@@ -43,6 +43,7 @@ def evaluate(
     samples: Sequence[torch.Tensor],
     *,
     cache: Cache | None = None,
+    compare: Compare | None = None,
     memory: int = 1 << 32,
     folder: Path | None = None,
     progress: Progress | None = None,
@@ -51,6 +52,7 @@ def evaluate(
 
     samples   token ids [L] each, at least 2 tokens; every token but the first of a sample is predicted
     cache     what a KV cache makes of keys and values, in the candidate's attention alone
+    compare   called after each attention of the candidate, once for every token
     memory    bytes for both models' activations together, and for each block; the rest waits in files of `folder`
     progress  called after each block
 
@@ -77,9 +79,9 @@ def evaluate(
                 states = (model.start(ids_NL) for ids_NL in stacked)
                 chains.append(stack.enter_context(Activations(states, memory=memory // 2, folder=folder)))
         for index in range(source.num_blocks):
-            for model, chain, through in ((source, chains[0], None), (candidate, chains[1], cache)):
+            for model, chain, kv in ((source, chains[0], (None, None)), (candidate, chains[1], (cache, compare))):
                 with model.block(index, memory=memory) as block:
-                    for i, state in block.run_all(chain, cache=through):
+                    for i, state in block.run_all(chain, None, *kv):
                         chain[i] = state
                 done += 1
                 if progress is not None:

@@ -19,6 +19,12 @@ import torch
 
 # (layer, keys [T, H, D], values [T, H, D]) -> the same as they come back from a quantised cache
 Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# inputs [..., I] of a layer -> the same as an engine that quantises activations multiplies them
+Served = Callable[[torch.Tensor], torch.Tensor]
+# a cache, or None for keys and values as they are -> what the attention gives then, [N, L, Q, D]
+Attend = Callable[[Cache | None], torch.Tensor]
+# (layer, what the attention gave, a way to run it once more on the same queries, keys and values)
+Compare = Callable[[int, torch.Tensor, Attend], None]
 
 
 class AllSeen(Exception):  # noqa: N818  (leaves the model's forward, no error)
@@ -68,66 +74,98 @@ class _Attention:
     """Stands where transformers looks its attention function up, and calls the one that was there."""
 
     def __init__(
-        self, name: str, inner: Callable[..., Any] | None, layer: int, observe: Observer | None, cache: Cache | None
-    ) -> None:
-        self.name, self.inner, self.layer, self.observe, self.cache = name, inner, layer, observe, cache
-        self.latent: torch.Tensor | None = None
+        self, inner: Callable[..., Any] | None, layer: int, observe: Observer | None, cache: Cache | None,
+        compare: Compare | None,
+    ) -> None:  # fmt: skip
+        self.inner, self.layer = inner, layer
+        self.observe, self.cache, self.compare = observe, cache, compare
+        self.latent: tuple[torch.nn.Module, torch.Tensor] | None = None
 
-    def normed(self, module: torch.nn.Module, args: Any, latent_NLC: torch.Tensor) -> torch.Tensor:
-        """Forward hook of MLA's `kv_a_layernorm`: the latent as it is cached, passed through the cache."""
-        self.latent = latent_NLC
-        if self.cache is None:
-            return latent_NLC
-        flat = latent_NLC.flatten(0, -2)[:, None]
-        return self.cache(self.layer, flat, flat[..., :0])[0].reshape(latent_NLC.shape).to(latent_NLC.dtype)
+    def expanding(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Forward pre-hook of MLA's `kv_b_proj`, which expands the latent: normalised, as it is cached."""
+        if self.latent is not None:
+            return None  # expanded once more for a comparison
+        self.latent = (module, args[0])
+        return None if self.cache is None else (self._row(self.cache, args[0]),)
 
     def __call__(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.latent is not None:
-            k = self._latent_keys(module, k)
-        else:
-            if self.observe is not None:
-                self.observe.kv(self.layer, _by_token(q), _by_token(k), _by_token(v))
-            if self.cache is not None:
-                new_k, new_v = self.cache(self.layer, _by_token(k), _by_token(v))
-                k, v = _by_head(new_k, k), _by_head(new_v, v)
         inner = self.inner or sys.modules[type(module).__module__].eager_attention_forward
-        return inner(module, q, k, v, mask, *args, **kwargs)
+        latent = self.latent
 
-    def _latent_keys(self, module: Any, k_NHLD: torch.Tensor) -> torch.Tensor:
+        def attend(cache: Cache | None) -> torch.Tensor:
+            if latent is not None:
+                stored = self._expanded(module, cache, k, *latent)
+            else:
+                stored = self._stored(cache, k, v)
+            out: torch.Tensor = inner(module, q, *stored, mask, *args, **kwargs)[0]
+            return out
+
+        if self.observe is not None and latent is not None:
+            pe_NLR = k[:, 0, :, module.qk_nope_head_dim :]
+            self.observe.latent(self.layer, torch.cat((latent[1], pe_NLR), -1).flatten(0, -2))
+        elif self.observe is not None:
+            self.observe.kv(self.layer, _by_token(q), _by_token(k), _by_token(v))
+        stored = self._stored(self.cache, k, v) if latent is None else (self._roped(module, self.cache, k), v)
+        out = inner(module, q, *stored, mask, *args, **kwargs)
+        if self.compare is not None:
+            self.compare(self.layer, out[0], attend)
+        self.latent = None
+        return out
+
+    def _stored(
+        self, cache: Cache | None, k_NHLD: torch.Tensor, v_NHLD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as they come back from the cache."""
+        if cache is None:
+            return k_NHLD, v_NHLD
+        k_THD, v_THD = cache(self.layer, _by_token(k_NHLD), _by_token(v_NHLD))
+        return _by_head(k_THD, k_NHLD), _by_head(v_THD, v_NHLD)
+
+    def _row(self, cache: Cache, x_NLC: torch.Tensor) -> torch.Tensor:
+        """A part of MLA's row as it comes back: keys of one head, values of no width."""
+        row_T1C = x_NLC.flatten(0, -2)[:, None]
+        return cache(self.layer, row_T1C, row_T1C[..., :0])[0].to(x_NLC.dtype).reshape(x_NLC.shape)
+
+    def _roped(self, module: Any, cache: Cache | None, k_NHLD: torch.Tensor) -> torch.Tensor:
         """MLA: every head's key ends in the same roped k_pe, which the cache holds once."""
-        nope = module.qk_nope_head_dim
-        pe_NLR = k_NHLD[:, 0, :, nope:]
-        latent, self.latent = self.latent, None
-        assert latent is not None
-        if self.observe is not None:
-            self.observe.latent(self.layer, torch.cat((latent, pe_NLR), -1).flatten(0, -2))
-        if self.cache is None:
+        if cache is None:
             return k_NHLD
-        flat = pe_NLR.flatten(0, 1)[:, None]
-        stored = self.cache(self.layer, flat, flat[..., :0])[0].to(k_NHLD.dtype).reshape(pe_NLR.shape)
-        return torch.cat((k_NHLD[..., :nope], stored[:, None].expand(-1, k_NHLD.shape[1], -1, -1)), -1)
+        nope = module.qk_nope_head_dim
+        pe_NLR = self._row(cache, k_NHLD[:, 0, :, nope:])
+        return torch.cat((k_NHLD[..., :nope], pe_NLR[:, None].expand(-1, k_NHLD.shape[1], -1, -1)), -1)
+
+    def _expanded(
+        self, module: Any, cache: Cache | None, k_NHLD: torch.Tensor, expand: torch.nn.Module, latent_NLC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """MLA: keys and values of all heads, expanded anew from the latent as it comes back."""
+        latent_NLC = latent_NLC if cache is None else self._row(cache, latent_NLC)
+        both_NHLD = expand(latent_NLC).unflatten(-1, (k_NHLD.shape[1], -1)).transpose(1, 2)
+        nope = module.qk_nope_head_dim
+        k = torch.cat((both_NHLD[..., :nope], k_NHLD[..., nope:]), -1)
+        return self._roped(module, cache, k), both_NHLD[..., nope:]
 
 
 @contextmanager
 def attention_watched(
-    layer_module: torch.nn.Module, implementation: str, layer: int, observe: Observer | None, cache: Cache | None
-) -> Iterator[None]:
+    layer_module: torch.nn.Module, implementation: str, layer: int, observe: Observer | None, cache: Cache | None,
+    compare: Compare | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Show the observer what the attention of one block caches, and pass it through `cache`.
 
     For MLA `cache` is called twice, with the latent and with k_pe as keys of one head, and values of no width.
+    `compare` is called after each attention; an observer may be shown the input of MLA's `kv_b_proj` again by it.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     inner = None if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    attention = _Attention(implementation, inner, layer, observe, cache)
+    attention = _Attention(inner, layer, observe, cache, compare)
     with ExitStack() as stack:
         stack.enter_context(bound(ALL_ATTENTION_FUNCTIONS, implementation, attention))
         for name, module in layer_module.named_modules():
-            if name.endswith("kv_a_layernorm"):
-                handle = module.register_forward_hook(attention.normed)
-                stack.callback(handle.remove)
+            if name.endswith("kv_b_proj"):
+                stack.callback(module.register_forward_pre_hook(attention.expanding).remove)
         yield
 
 
@@ -156,27 +194,43 @@ def linears_watched(
         yield
 
 
+@contextmanager
+def inputs_served(layers: Sequence[tuple[torch.nn.Module, Served]]) -> Iterator[None]:
+    """Put in place of each layer's input what an engine makes of it; layers that see one tensor share the result."""
+    last: dict[Served, tuple[torch.Tensor, torch.Tensor]] = {}
+    with ExitStack() as stack:
+        for module, served in layers:
+
+            def hook(_: torch.nn.Module, args: tuple[Any, ...], served: Served = served) -> tuple[Any, ...]:
+                if served not in last or last[served][0] is not args[0]:
+                    last[served] = (args[0], served(args[0]))
+                return (last[served][1], *args[1:])
+
+            stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield
+
+
 def experts_forward(
     module: Any,
     hidden_TD: torch.Tensor,
     index_TK: torch.Tensor,
     weight_TK: torch.Tensor,
     matrix: Callable[[str, int], torch.Tensor],
-    seen: Callable[[str, int, torch.Tensor], None],
+    entering: Callable[[str, int, torch.Tensor], torch.Tensor],
     *,
     only: range | None = None,
     out_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The routed experts of one layer, expert by expert as transformers' own loop does it: the same bits.
 
-    `matrix(name, e)` gives the matrix of a parameter when it is needed; `seen(name, e, x)` is shown what enters it. Of
-    a wave, the experts `only` add what they give to `out_TD`.
+    `matrix(name, e)` gives the matrix of a parameter when it is needed; `entering(name, e, x)` what it multiplies where
+    `x` comes to it. Of a wave, the experts `only` add what they give to `out_TD`.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
     out_TD = torch.zeros_like(hidden_TD) if out_TD is None else out_TD
 
     def project(name: str, e: int, x: torch.Tensor) -> torch.Tensor:
-        seen(name, e, x)
+        x = entering(name, e, x)
         w = matrix(name, e)
         bias = getattr(module, f"{name}_bias")[e] if module.has_bias else None
         if module.is_transposed:

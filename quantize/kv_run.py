@@ -87,7 +87,7 @@ def kv_runs(
         exact = _outputs(layer, rows, config, "bf16", 1.0, 1.0)
         error_at_one = _relative(_outputs(layer, rows, config, "e4m3", 1.0, 1.0), exact)
         error, clipped = math.inf, 1.0
-        if _usable(k_scale) and _usable(v_scale):
+        if usable(k_scale) and usable(v_scale):
             error = _relative(_outputs(layer, rows, config, "e4m3", k_scale, v_scale), exact)
             clipped = _clipped(rows, k_scale, v_scale)
         measured = _relative(_outputs(layer, rows, config, "e4m3", *_measured(rows)), exact)
@@ -107,8 +107,8 @@ def _relative(y: F32, exact: F32) -> float:
     return relative_error(*sq_difference(exact.reshape(1, -1), y.reshape(1, -1))[:2])
 
 
-def _usable(scale: float) -> bool:
-    """A positive normal float32."""
+def usable(scale: float) -> bool:
+    """Whether a scale is a positive normal float32."""
     return math.isfinite(scale) and scale >= float(np.finfo(np.float32).tiny)
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.export.checkpoint import open_checkpoint, text_config
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import show
 from quantkit.quantize.cli.commands import emit, load_plan, parse_bytes, peak_memory
 
+if TYPE_CHECKING:
+    from quantkit.calibrate.kv_errors import LayerError
+
 METRICS = ("kl", "perplexity_ratio", "top1")
+KV_METRICS = ("kv_error", "kv_clipped")
 
 
 def check_installed() -> None:
@@ -92,7 +97,8 @@ def calibrate_command(
 
 def evaluate_command(
     checkpoint: str, source: str, text: str | None, dataset: str | None, samples: int, seq_len: int,
-    gates: Sequence[str], memory: str, device: str, as_json: bool, *, kv: bool, trust_remote_code: bool,
+    gates: Sequence[str], memory: str, device: str, as_json: bool, *, kv: bool, weights_only: bool,
+    trust_remote_code: bool,
 ) -> None:  # fmt: skip
     """`quantkit evaluate`: exit status 1 when a gate is missed."""
     check_installed()
@@ -100,7 +106,7 @@ def evaluate_command(
     from quantkit.quantize.evaluation import compare_checkpoints
     from quantkit.quantize.progress import progress
 
-    limits = parse_gates(gates)
+    limits = parse_gates(gates, kv=kv)
     budget = parse_bytes(memory)
     original, candidate = open_checkpoint(source), open_checkpoint(checkpoint)
     read = read_samples(
@@ -109,16 +115,18 @@ def evaluate_command(
     )  # fmt: skip
     begun = time.monotonic()
     with progress("evaluate", 0, unit="blocks") as advance:
-        scores = compare_checkpoints(
-            candidate, original, read, kv=kv, memory=budget, device=device, trust_remote_code=trust_remote_code,
-            progress=advance.at,
+        found = compare_checkpoints(
+            candidate, original, read, kv=kv, weights_only=weights_only, memory=budget, device=device,
+            trust_remote_code=trust_remote_code, progress=advance.at,
         )  # fmt: skip
+    scores = found.scores
     ratio = scores.perplexity_candidate / scores.perplexity_source
-    values = {"kl": scores.kl, "perplexity_ratio": ratio, "top1": scores.top1}
+    values = {"kl": scores.kl, "perplexity_ratio": ratio, "top1": scores.top1, **kv_values(found.kv)}
     facts: dict[str, Any] = {
         "checkpoint": checkpoint, "source": source, "text": read.origin, "text_digest": read.digest, "kv": kv,
         **dataclasses.asdict(scores), "perplexity_source": scores.perplexity_source,
-        "perplexity_candidate": scores.perplexity_candidate, **values,
+        "perplexity_candidate": scores.perplexity_candidate, **values, "activations": dict(found.activations),
+        "weights_only": weights_only, "kv_layers": [dataclasses.asdict(layer) for layer in found.kv],
         "gates": [
             {"metric": m, "value": values[m], "bound": b, "passed": passed(m, values[m], b)} for m, b in limits.items()
         ],
@@ -131,6 +139,17 @@ def evaluate_command(
         sys.exit(1)
 
 
+def kv_values(layers: Sequence[LayerError]) -> dict[str, float]:
+    """What the FP8 cache costs over all layers: the mean of their errors and the largest share clipped, of K or V."""
+    if not layers:
+        return {}
+    return {
+        "kv_error": statistics.fmean(x.error for x in layers),
+        "kv_error_at_one": statistics.fmean(x.error_at_one for x in layers),
+        "kv_clipped": max(max(x.k_clipped, x.v_clipped) for x in layers),
+    }
+
+
 def vocabulary(config: dict[str, Any]) -> int:
     """Number of token ids of a model."""
     size = text_config(config).get("vocab_size")
@@ -139,17 +158,21 @@ def vocabulary(config: dict[str, Any]) -> int:
     return size
 
 
-def parse_gates(gates: Sequence[str]) -> dict[str, float]:
-    """`kl=0.05` and so on: at most for kl and perplexity_ratio, at least for top1."""
+def parse_gates(gates: Sequence[str], *, kv: bool) -> dict[str, float]:
+    """`kl=0.05` and so on: at least for top1, at most for the others; those of the cache only with `kv`."""
     found = {}
+    metrics = METRICS + (KV_METRICS if kv else ())
     for gate in gates:
         metric, _, bound = gate.partition("=")
         try:
             found[metric] = float(bound)
         except ValueError:
             metric = ""
-        if metric not in METRICS:
-            raise QuantkitError("not a gate", value=gate, allowed=", ".join(f"{m}=NUMBER" for m in METRICS))
+        if metric not in metrics:
+            raise QuantkitError(
+                "not a gate", value=gate, allowed=", ".join(f"{m}=NUMBER" for m in metrics),
+                hint="" if kv else f"{' and '.join(KV_METRICS)} need --kv",
+            )  # fmt: skip
     return found
 
 

@@ -189,10 +189,15 @@ def evaluate(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Sequences, from the start of the text.")] = 40,
     seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens of a sequence.")] = 512,
     kv: Annotated[
-        bool, typer.Option("--kv", help="Keys and values pass through an FP8 cache with the stored scales.")
+        bool,
+        typer.Option("--kv", help="Through an FP8 cache with the stored scales; measures attention outputs under it."),
+    ] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Activations stay as they are where an engine would quantise them.")
     ] = False,
     gate: Annotated[
-        list[str] | None, typer.Option("--gate", help="kl=0.05, perplexity_ratio=1.01, top1=0.95: exit 1 if missed.")
+        list[str] | None,
+        typer.Option("--gate", help="kl=0.05, perplexity_ratio=1.01, top1=0.95, kv_error=0.0015: exit 1 if missed."),
     ] = None,
     memory: Annotated[str, typer.Option("--memory", help="For hidden states, and for each block.")] = "4GB",
     device: Device = "cpu",
@@ -204,7 +209,7 @@ def evaluate(
 
     evaluate_command(
         checkpoint, source, text, dataset, samples, seq_len, gate or [], memory, device, json,
-        kv=kv, trust_remote_code=trust_remote_code,
+        kv=kv, weights_only=weights_only, trust_remote_code=trust_remote_code,
     )  # fmt: skip
 
 

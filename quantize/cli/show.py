@@ -175,10 +175,35 @@ def evaluation(facts: dict[str, Any]) -> None:
     numbers = (f"{facts['perplexity_candidate']:.4f}", f"{facts['kl']:.5f}", f"{100 * facts['top1']:.2f} %")
     table.add_row("checkpoint", *numbers)
     console.print(table)
+    if facts["activations"]:
+        asked = ", ".join(f"{title} in {n} layers" for title, n in facts["activations"].items())
+        how = "left out, only weights" if facts["weights_only"] else "as served"
+        console.print(f"activations {how}: {asked}")
+    if facts["kv_layers"]:
+        console.print(_cache_errors(facts["kv_layers"]))
+        console.print(
+            f"attention outputs under the FP8 cache: relative squared error {facts['kv_error']:.2e} in the mean of "
+            f"{len(facts['kv_layers'])} layers ({facts['kv_error_at_one']:.2e} under scale 1.0), largest share clipped "
+            f"{facts['kv_clipped']:.2g}"
+        )
     for gate in facts["gates"]:
         verdict = "ok  " if gate["passed"] else "FAIL"
         console.print(f"{verdict} {gate['metric']} {gate['value']:.5g}, bound {gate['bound']:g}")
     console.print(f"{facts['tokens']:,} tokens in {facts['seconds']:.1f} s")
+
+
+def _cache_errors(layers: list[dict[str, Any]]) -> Table:
+    """The layers whose attention the FP8 cache changes most."""
+    columns = ("worst layers", "k_scale", "v_scale", "error", "under 1.0", "K clipped", "V clipped", "under 1.0")
+    table = _table(*columns, right=1)
+    for x in sorted(layers, key=lambda x: -x["error"])[:5]:
+        scales, errors = (
+            (f"{x[k]:.4g}" for k in ("k_scale", "v_scale")),
+            (f"{x[k]:.2e}" for k in ("error", "error_at_one")),
+        )
+        clipped = (f"{x[k]:.2g}" for k in ("k_clipped", "v_clipped", "clipped_at_one"))
+        table.add_row(f"layer {x['layer']}", *scales, *errors, *clipped)
+    return table
 
 
 def inspection(facts: dict[str, Any]) -> None:

@@ -58,12 +58,43 @@ def test_calibrate_export_and_evaluate(room: Path) -> None:
         "--samples",
         4,
     )
-    scores = quantkit(*words, "--kv", "--gate", "kl=10", "--json")
+    scores = quantkit(*words, "--kv", "--gate", "kl=10", "--gate", "kv_error=0.01", "--gate", "kv_clipped=0", "--json")
     assert scores.returncode == 0, scores.stderr
     found = json.loads(scores.stdout)
+    layers = found["kv_layers"]
+    assert [x["layer"] for x in layers] == [0, 1] and all(x["k_scale"] != 1 for x in layers)
+    assert found["kv_error"] == pytest.approx(sum(x["error"] for x in layers) / 2) and found["kv_error"] > 0
+    assert found["kv_clipped"] == 0 and "worst layers" in scores.stderr and "in the mean of 2 layers" in scores.stderr
     assert found["tokens"] == 4 * 127 and 0 < found["kl"] < 1 and found["gates"][0]["passed"]
     missed = quantkit(*words, "--gate", "top1=1.1")
     assert missed.returncode == 1 and "FAIL top1" in missed.stderr
+    assert "activations" not in missed.stderr and "worst layers" not in missed.stderr
+
+
+def test_evaluate_says_what_became_of_activations(room: Path) -> None:
+    assert quantkit("export", room / "model", "-r", "fp8-channel", "-o", room / "fp8").returncode == 0
+    words = (
+        "evaluate",
+        room / "fp8",
+        "--source",
+        room / "model",
+        "--text",
+        room / "ids.npy",
+        "--samples",
+        2,
+        "--seq-len",
+        128,
+    )
+    found = []
+    for more, said in (
+        ((), "activations as served: FP8 by token in 14 layers"),
+        (("--weights-only",), "left out, only weights"),
+    ):
+        ran = quantkit(*words, *more, "--json")
+        assert ran.returncode == 0 and said in ran.stderr, ran.stderr
+        found.append(json.loads(ran.stdout))
+    assert [f["weights_only"] for f in found] == [False, True] and found[0]["activations"] == {"FP8 by token": 14}
+    assert found[0]["kl"] > found[1]["kl"] > 0 and found[0]["kv_layers"] == []
 
 
 @pytest.mark.parametrize(
@@ -83,6 +114,7 @@ def test_calibrate_export_and_evaluate(room: Path) -> None:
         (["export", "model", "-o", "y"], "a recipe is needed"),
         (["export", "model", "-r", "r.yaml", "-o", "y"], "needs a calibration run"),
         (["evaluate", "model", "--source", "model", "--text", "ids.npy", "--gate", "bleu=1"], "not a gate"),
+        (["evaluate", "model", "--source", "model", "--text", "ids.npy", "--gate", "kv_error=1"], "need --kv"),
         (["evaluate", "model", "--source", "model", "--text", "ids.npy", "--memory", "1"], "not a memory size"),
     ],
 )
