@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.calibrate.mtp import is_left_out
 from quantkit.calibrate.weights import Weights
 from quantkit.kernels.errors import QuantkitError
 
@@ -127,15 +128,17 @@ def _target(name: str, shape: tuple[int, ...], found: dict[Any, list[str]], weig
     return Target(name, shape, sources, stacked=True)
 
 
-def _check(missing: list[str], unused: list[str], layers: str, count: int) -> None:
+def _check(missing: list[str], unused: list[str], layers: str, count: int, mtp: int | None) -> None:
     if missing:
         raise QuantkitError(
             f"{len(missing)} tensors that the model needs are not in the checkpoint", tensor=missing[0],
             hint="the checkpoint is incomplete, or its config.json describes another model",
         )  # fmt: skip
-    inside = re.compile(re.escape(_inner_name(layers)) + r"\.(\d+)\.")
+    inside = re.compile(re.escape(_inner_name(layers)) + r"\.(\d+)\.(.*)")
     for name in unused:
         match = inside.match(_inner_name(name))
+        if match and int(match[1]) == mtp and is_left_out(match[2]):
+            continue
         if match and int(match[1]) < count and not _IGNORED.fullmatch(name):
             raise QuantkitError(
                 "the model has no place for a tensor of a decoder layer: the forward would leave it out", tensor=name,
@@ -143,12 +146,12 @@ def _check(missing: list[str], unused: list[str], layers: str, count: int) -> No
             )  # fmt: skip
 
 
-def name_plan(model: Any, weights: Weights, *, layers: str, count: int, nested: bool) -> Names:
+def name_plan(model: Any, weights: Weights, *, layers: str, count: int, nested: bool, mtp: int | None = None) -> Names:
     """Fill every parameter and persistent buffer of the meta `model` from the checkpoint.
 
-    `layers` is the name of the list of decoder layers, `count` its length; `nested` strips the prefix of a language
-    model inside a multimodal checkpoint. Raises QuantkitError when tensors are missing, do not fit, or would be left
-    out.
+    `layers` is the name of the list of decoder layers, `count` its length, `mtp` the number of the one that is an MTP
+    layer; `nested` strips the prefix of a language model inside a multimodal checkpoint. Raises QuantkitError when
+    tensors are missing, do not fit, or would be left out.
     """
     found, unused = _collect(model, weights.names(), nested=nested)
     modules = dict(model.named_modules())
@@ -169,5 +172,5 @@ def name_plan(model: Any, weights: Weights, *, layers: str, count: int, nested: 
             targets[name] = _target(name, shape, found[embedding], weights, False)
         else:
             missing.append(name)
-    _check(missing, unused, layers, count)
+    _check(missing, unused, layers, count, mtp)
     return Names(targets, tuple(unused))

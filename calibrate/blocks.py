@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from quantkit.calibrate.activations import State
+from quantkit.calibrate.activations import Activations, State
 from quantkit.calibrate.block import Block
 from quantkit.calibrate.block_load import Experts, Loader
 from quantkit.calibrate.block_names import Names, Target, name_plan
 from quantkit.calibrate.meta_model import build, find_layers, input_sets, materialise_buffers, run_on_meta
+from quantkit.calibrate.mtp import joined, projected
 from quantkit.calibrate.observe import Served
 from quantkit.calibrate.producers import find_sources
 from quantkit.calibrate.weights import Weights
@@ -43,19 +45,22 @@ def open_model(
     trust_remote_code: bool = False,
     scratch: Path | None = None,
     served: Mapping[str, Served] | None = None,
+    mtp: bool = False,
 ) -> BlockModel:
     """Build the model of `folder`'s config.json on the meta device and find a tensor for every parameter.
 
     Nothing of `weights` is read yet. `scratch` is where overwritten experts go that do not fit into memory (default:
     the system's temporary folder). `served` says, by module of the checkpoint, what an engine makes of the input of a
-    layer of a block. Raises QuantkitError for a model that cannot run block by block, needs remote code
+    layer of a block. `mtp`: where the checkpoint holds an MTP layer of a kind that is known, it is one more block
+    behind the last. Raises QuantkitError for a model that cannot run block by block, needs remote code
     without `trust_remote_code`, or does not fit its checkpoint.
     """
-    model, nested = build(folder, dtype, trust_remote_code)
+    model, nested, last = build(folder, dtype, trust_remote_code, weights.names() if mtp else ())
     layers, found = find_layers(model)
-    names = name_plan(model, weights, layers=layers, count=len(found), nested=nested)
+    names = name_plan(model, weights, layers=layers, count=len(found), nested=nested, mtp=last)
+    where = torch.device(device)
     return BlockModel(
-        model, layers, names, weights, dtype=dtype, device=torch.device(device), scratch=scratch, served=served or {}
+        model, layers, names, weights, dtype=dtype, device=where, scratch=scratch, served=served or {}, mtp=last
     )
 
 
@@ -68,14 +73,19 @@ def fast_dtype(device: str) -> torch.dtype:
 
 
 class BlockModel:
-    """A model whose weights come and go. `unused` are tensors of the checkpoint outside its forward (MTP, vision)."""
+    """A model whose weights come and go.
+
+    unused  tensors of the checkpoint outside its forward (MTP, vision)
+    mtp     the number of the block that is an MTP layer, or None
+    """
 
     def __init__(
         self, model: Any, layers: str, names: Names, weights: Weights, *, dtype: torch.dtype, device: torch.device,
-        scratch: Path | None, served: Mapping[str, Served],
+        scratch: Path | None, served: Mapping[str, Served], mtp: int | None,
     ) -> None:  # fmt: skip
         self.config, self.served = model.config, served
         self.unused = names.unused
+        self.mtp = mtp
         self.device, self.dtype, self.scratch = device, dtype, scratch
         self.model, self.prefix, self.targets = model, layers, names.targets
         self.layers = list(model.get_submodule(layers))
@@ -90,12 +100,18 @@ class BlockModel:
 
     @property
     def num_blocks(self) -> int:
-        """Decoder layers, MTP layers not counted."""
+        """Decoder layers, and the MTP layer where the model has one."""
         return len(self.layers)
 
     def layer_name(self, index: int) -> str:
         """The name of layer `index` in the model of transformers."""
         return f"{self.prefix}.{index}"
+
+    def blocks_of_tensors(self) -> dict[str, int]:
+        """The block that every tensor of the checkpoint is part of; those outside of blocks are left out."""
+        inside = re.compile(re.escape(self.prefix) + r"\.(\d+)\.")
+        found = ((inside.match(n), t) for n, t in self.targets.items())
+        return {tensor: int(m[1]) for m, t in found if m for group in t.sources for tensor in group}
 
     def start(self, ids: torch.Tensor) -> State:
         """Token ids [L], or [N, L] of samples of one length, to what enters block 0."""
@@ -107,6 +123,14 @@ class BlockModel:
         """Keep the embedding loaded for many calls of `start`."""
         with self._holding([n for n in self.targets if self._outside(n) and self._embeds(n)]):
             yield
+
+    def enter_mtp(self, states: Activations, ids: Sequence[torch.Tensor]) -> None:
+        """Turn what left the last decoder layer into what enters the MTP layer; `ids` are the [N, L] of each state."""
+        backbone = getattr(self.model, self.model.base_model_prefix)
+        with self.embeddings(), self._holding([f"{self.model.base_model_prefix}.norm.weight"]), torch.no_grad():
+            for i, ids_NL in enumerate(ids):
+                state = State(states[i].hidden.to(self.device), states[i].rest)
+                states[i] = joined(state, ids_NL.to(self.device), backbone.norm, self.model.get_input_embeddings())
 
     @contextmanager
     def head(self) -> Iterator[None]:
@@ -147,7 +171,9 @@ class BlockModel:
     def run_layer(self, index: int, state: State) -> State:
         """The loaded layer `index` on one state; use `Block.run`."""
         layer = self.layers[index]
-        self._state = State(state.hidden.to(self.device), _moved(state.rest, self.device))
+        hidden = state.hidden.to(self.device)
+        hidden = projected(layer, hidden) if index == self.mtp else hidden
+        self._state = State(hidden, _moved(state.rest, self.device))
         del layer.__dict__["forward"]
         try:
             return self._stopped(layer, inputs_embeds=self._state.hidden)

@@ -6,11 +6,13 @@ run of two tokens on the meta device tells which linear layers see the same inpu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from quantkit.calibrate.mtp import add_pieces, has_mtp, with_mtp
 from quantkit.calibrate.observe import bound
 from quantkit.kernels.errors import QuantkitError
 
@@ -59,8 +61,11 @@ def _refuse(config: Any, folder: Path) -> None:
             )  # fmt: skip
 
 
-def build(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, bool]:
-    """The meta model, in eval mode, and whether names of the checkpoint carry the prefix of a multimodal model.
+def build(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool, mtp: Iterable[str] = ()
+) -> tuple[Any, bool, int | None]:
+    """The meta model, in eval mode; whether names of the checkpoint carry the prefix of a multimodal model; and the
+    number of its MTP layer, which it has when the names `mtp` of the checkpoint's tensors hold one (None: it has none).
 
     Raises QuantkitError for a model that transformers lacks, that needs remote code, or that cannot run block by block.
     """
@@ -68,6 +73,9 @@ def build(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[An
 
     config, nested = _language_config(folder, trust_remote_code)
     _refuse(config, folder)
+    last = int(config.num_hidden_layers) if has_mtp(config, mtp) else None
+    if last is not None:
+        config = with_mtp(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the values arrive decoded
     try:
@@ -80,7 +88,9 @@ def build(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[An
             "transformers has no causal language model for this configuration", file=folder / "config.json",
             value=config.model_type, hint=str(e).splitlines()[0],
         ) from e  # fmt: skip
-    return model.eval(), nested
+    if last is not None:
+        add_pieces(model.model.layers[last], config)
+    return model.eval(), nested, last
 
 
 def find_layers(model: Any) -> tuple[str, torch.nn.ModuleList]:

@@ -13,6 +13,7 @@ compressed-tensors 0.20.
                                        nothing, and no FP8 cache by default, for classes that build attention without it
     latent (MLA)        sglang         1.0: rows are written unscaled, its backends disagree where a scale is applied
                         others         nothing: vLLM maps every name to a parameter that MLA does not have, so 1.0
+    MTP layers          vllm           of keys and values: MODULE.attn.k_scale, .v_scale; its MTP class maps no names
     sparse (DSA)        all            nothing: a scale for each 128 values is computed at run time, RoPE stays BF16
 
 Letters: H KV heads.
@@ -21,7 +22,7 @@ Letters: H KV heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -163,6 +164,18 @@ def scale_tensors(
             for name, scale in zip(names, pair, strict=True):
                 out[f"{module}.{name}"] = _stored([scale], f"{module}.{name}")
     return out
+
+
+def mtp_scale_tensors(
+    engine: str, rules: KVRules, modules: Mapping[int, str], scales: Mapping[int, tuple[float, float]]
+) -> dict[str, F32]:
+    """Those of MTP layers, where they are measured ones; a layer without a scale runs at 1.0.
+
+    vLLM's MTP class of GLM-4-MoE maps no names: another one than the parameter's own stops it while it loads.
+    """
+    if rules.values != "measured":
+        return {}
+    return scale_tensors(replace(rules, names=(_NATIVE,)) if engine == "vllm" else rules, modules, scales)
 
 
 def head_scale_tensors(

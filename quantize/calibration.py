@@ -10,7 +10,7 @@ Letters: T tokens, I inputs, O outputs, N samples, L tokens of a sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from quantkit.calibrate.activations import Activations, State
 from quantkit.calibrate.block import Block
 from quantkit.calibrate.blocks import BlockModel, open_model
 from quantkit.calibrate.kv import KVStats, rope_of
+from quantkit.calibrate.mtp import FAMILIES
 from quantkit.calibrate.watch import Watch
 from quantkit.export.checkpoint import Reader, text_config
 from quantkit.kernels.errors import QuantkitError, join_errors
@@ -66,11 +67,15 @@ def calibrate(
         weights = DecodedWeights(plan.source, reader)
         model = open_model(
             plan.source.folder, weights, dtype=settings.dtype, device=settings.device,
-            trust_remote_code=settings.trust_remote_code, scratch=folder.folder,
+            trust_remote_code=settings.trust_remote_code, scratch=folder.folder, mtp=asks_mtp(plan),
         )  # fmt: skip
         steps = steps_of_blocks(plan, model)
-        states = stack.enter_context(_states(model, ids_NL, folder, settings))
+        batch = max(1, BATCH_TOKENS // ids_NL.shape[1])
+        ids = torch.split(torch.from_numpy(ids_NL).long(), batch)
+        states = stack.enter_context(_states(model, ids, folder, settings))
         for index in range(len(folder.done), model.num_blocks):
+            if index == model.mtp:
+                model.enter_mtp(states, ids)
             with model.block(index, memory=settings.memory) as block:
                 facts = _run_block(block, steps[index], states, plan, folder, settings, advance)
             states.save(folder.activations(index))
@@ -80,47 +85,54 @@ def calibrate(
 def steps_of_blocks(plan: Plan, model: BlockModel) -> list[list[Step]]:
     """The wanted steps of each block; raises QuantkitError for layers that a forward pass never reaches."""
     found: list[list[Step]] = [[] for _ in range(model.num_blocks)]
-    strange = [_unreachable(n) for n, t in measured_tasks(plan).items() if _block_of(t, plan, model) is None]
+    blocks = model.blocks_of_tensors()
+    strange = [_unreachable(t) for t in measured_tasks(plan).values() if _block_of(t, plan, blocks) is None]
     for step in wanted_steps(plan):
-        layer = _block_of(step.tasks[0], plan, model)
-        if layer is None:
-            strange.append(_unreachable(step.tasks[0].name))
+        block = _block_of(step.tasks[0], plan, blocks)
+        if block is None:
+            strange.append(_unreachable(step.tasks[0]))
         else:
-            found[layer].append(step)
+            found[block].append(step)
     if strange:
         raise join_errors("the recipe cannot be carried out", strange)
     return found
 
 
-def _block_of(task: Task, plan: Plan, model: BlockModel) -> int | None:
+def asks_mtp(plan: Plan) -> bool:
+    """Whether a rule asks for what only a run of the MTP layer shows."""
+    asked = [*(t for s in wanted_steps(plan) for t in s.tasks), *measured_tasks(plan).values()]
+    return any(t.role.startswith("mtp.") for t in asked)
+
+
+def _block_of(task: Task, plan: Plan, blocks: Mapping[str, int]) -> int | None:
     """The block that a layer is in; None when none runs it, or when it is a part of a matrix in fused experts."""
-    layer = plan.placed[task.weight.name].layer
     whole = len(task.weight.shape) == 2 or plan.format == "mxfp4"
-    return layer if layer is not None and layer < model.num_blocks and whole else None
+    return blocks.get(task.weight.name) if whole else None
 
 
-def _unreachable(name: str) -> QuantkitError:
+def _unreachable(task: Task) -> QuantkitError:
+    mtp = f" (of MTP layers those of {', '.join(FAMILIES)} are run, but for their heads)"
     return QuantkitError(
         "a layer that a forward pass does not reach cannot be calibrated",
-        tensor=name,
-        hint="give it a data-free method and no measured input scale, or keep it",
+        tensor=task.name,
+        hint="give it a data-free method and no measured input scale, or keep it"
+        + (mtp if task.role.startswith("mtp.") else ""),
     )
 
 
 @contextmanager
 def _states(
-    model: BlockModel, ids_NL: NDArray[np.int32], folder: RunFolder, settings: Settings
+    model: BlockModel, ids: Sequence[torch.Tensor], folder: RunFolder, settings: Settings
 ) -> Iterator[Activations]:
-    """The states that enter the first block that is left to do."""
+    """What left the last finished block, or the embedding: one state for each [N, L] of `ids`."""
     finished = len(folder.done)
     if finished:
         states = Activations.load(folder.activations(finished - 1), memory=settings.memory, folder=folder.folder)
     else:
         states = Activations(memory=settings.memory, folder=folder.folder)
-        batch = max(1, BATCH_TOKENS // ids_NL.shape[1])
         with model.embeddings():
-            for first in range(0, len(ids_NL), batch):
-                states.append(model.start(torch.from_numpy(ids_NL[first : first + batch]).long()))
+            for ids_NL in ids:
+                states.append(model.start(ids_NL))
     with states:
         yield states
 

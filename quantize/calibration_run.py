@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from quantkit.calibrate.kv_records import LayerKV
-from quantkit.calibrate.kv_scales import KVScale, choose_scales
+from quantkit.calibrate.kv_scales import MIN_TOKENS, KVScale, choose_scales
 from quantkit.calibrate.tokens import Samples
-from quantkit.export.checkpoint import Reader, read_tensors
+from quantkit.export.checkpoint import Reader, read_tensors, text_config
 from quantkit.export.digests import sha256_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.calibration import Settings, calibrate, wanted_steps
@@ -118,7 +118,14 @@ def _scales(plan: Plan, kv: list[LayerKV], samples: Samples) -> dict[int, KVScal
     cache = plan.recipe.kv_cache
     if cache is None:
         return {}
-    return choose_scales(kv, cache.rule, cache.headroom, per_head=cache.rule == "amax")
+    last = int(text_config(plan.source.config)["num_hidden_layers"])
+    own, mtp = [k for k in kv if k.layer < last], [k for k in kv if k.layer >= last]
+    per_head = cache.rule == "amax"
+    scales = choose_scales(own, cache.rule, cache.headroom, per_head=per_head)
+    if mtp:  # it sees a token less of each sample
+        least = MIN_TOKENS - len(samples.ids_NL)
+        scales |= choose_scales(mtp, cache.rule, cache.headroom, per_head=per_head, min_tokens=least)
+    return scales
 
 
 def _scale_json(scale: KVScale) -> dict[str, Any]:

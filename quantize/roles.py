@@ -119,11 +119,11 @@ def matches_role(role: str, pattern: str) -> bool:
     return pattern in ("*", role) or role.startswith(pattern + ".")
 
 
-def attention_modules(placed: Mapping[str, Placed]) -> dict[int, str]:
-    """The attention module of each layer, as the checkpoint names it."""
+def attention_modules(placed: Mapping[str, Placed], prefix: str = "") -> dict[int, str]:
+    """The attention module of each layer, as the checkpoint names it; `prefix` "mtp.": of the MTP layers instead."""
     found: dict[int, str] = {}
     for name, place in placed.items():
-        if place.layer is not None and place.role.startswith("attention.") and place.linear:
+        if place.layer is not None and place.role.startswith(f"{prefix}attention.") and place.linear:
             found.setdefault(place.layer, name.rsplit(".", 2)[0])
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from quantkit.export.checkpoint import Checkpoint, open_checkpoint, read_json, text_config
 from quantkit.export.kv_json import file_name, scales_json
-from quantkit.export.kv_scales import attention_kind, kv_rules, scale_tensors
+from quantkit.export.kv_scales import attention_kind, kv_rules, mtp_scale_tensors, scale_tensors
 from quantkit.export.sources.detect import weights_of
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.overlay import overlaid
@@ -41,8 +41,21 @@ class Run:
 
     @property
     def scales(self) -> dict[int, tuple[float, float]]:
-        """(k_scale, v_scale) of each layer."""
+        """(k_scale, v_scale) of each layer, MTP layers left out."""
+        return {n: s for n, s in self._scales.items() if n < self._layers}
+
+    @property
+    def mtp_scales(self) -> dict[int, tuple[float, float]]:
+        """Those of the MTP layer, by its number."""
+        return {n: s for n, s in self._scales.items() if n >= self._layers}
+
+    @property
+    def _scales(self) -> dict[int, tuple[float, float]]:
         return {int(n): (s["k"], s["v"]) for n, s in self.result["kv_scales"].items()}
+
+    @property
+    def _layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -99,8 +112,9 @@ def plan_of_run(run: Run, format_name: str | None, engine: str, tp: Sequence[int
     if rules.reason:
         sys.stderr.write(f"KV cache: {rules.reason}\n")
     placed, _ = roles_of({n: w.shape for n, w in weights_of(run.source).items()}, run.source.config)
-    modules = {layer: name for layer, name in attention_modules(placed).items() if layer in run.scales}
-    tensors = scale_tensors(rules, modules, run.scales)
+    modules = {n: m for n, m in attention_modules(placed).items() if n in run.scales}
+    mtp = {n: m for n, m in attention_modules(placed, "mtp.").items() if n in run.mtp_scales}
+    tensors = scale_tensors(rules, modules, run.scales) | mtp_scale_tensors(engine, rules, mtp, run.mtp_scales)
     file = None
     if tensors:
         file = run.folder / KV / f"{engine}-{form}.safetensors"
@@ -116,7 +130,8 @@ def _json_files(run: Run, sizes: Sequence[int], *, per_rank: bool) -> dict[str, 
     """SGLang's JSON for each size that cuts the KV heads; none for latent attention, whose classes do not read it."""
     if attention_kind(run.config) != "heads":
         return {}
-    heads = {int(n): (s["head_k"], s["head_v"]) for n, s in run.result["kv_scales"].items()} if per_rank else None
+    each = {n: run.result["kv_scales"][str(n)] for n in run.scales}
+    heads = {n: (s["head_k"], s["head_v"]) for n, s in each.items()} if per_rank else None
     found = {}
     for tp in sizes:
         count = int(run.config.get("num_key_value_heads") or run.config["num_attention_heads"])

@@ -146,6 +146,11 @@ def _add_mtp_layer(folder: Path, with_head: bool) -> None:
     write_config(folder, config | {"num_nextn_predict_layers": 1})
 
 
+def deepseek_with_mtp(folder: Path) -> Path:
+    """DeepSeek-V3 with its MTP layer, which has copies of embedding and head."""
+    return _routed(folder, "deepseek_v3", mtp_head=True, **_MLA)
+
+
 def kimi(folder: Path) -> Path:
     """Kimi-K2.5/K2.6: DeepSeek-V3 under `language_model.`, a vision tower, a projector, a nested config."""
     _routed(folder, "deepseek_v3", **_MLA)

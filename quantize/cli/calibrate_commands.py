@@ -64,7 +64,7 @@ def calibrate_command(
     import torch
     from quantkit.calibrate.blocks import fast_dtype
     from quantkit.calibrate.tokens import read_samples
-    from quantkit.quantize.calibration import Settings
+    from quantkit.quantize.calibration import Settings, asks_mtp
     from quantkit.quantize.calibration_run import calibrate_into, check_recipe
     from quantkit.quantize.progress import progress
 
@@ -81,7 +81,7 @@ def calibrate_command(
     settings = Settings(budget, device, run_in, reading.trust_remote_code)
     begun = time.monotonic()
     try:
-        layers = int(text_config(plan.source.config)["num_hidden_layers"])
+        layers = int(text_config(plan.source.config)["num_hidden_layers"]) + asks_mtp(plan)
         methods = {r.method.name for r in plan.recipe.weights if r.method is not None and r.method.calibrated}
         passes = 1 + bool(methods) + ("awq" in methods)
         with progress("calibrate", int(read.ids_NL.size) * layers * passes, unit="tokens") as advance:

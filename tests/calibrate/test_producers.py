@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 def sources_of(family: str, folder: Path) -> list[Source]:
     """Of the last layer."""
-    model, _ = build(FAMILIES[family](folder / "m"), torch.float32, False)
+    model, _, _ = build(FAMILIES[family](folder / "m"), torch.float32, False)
     _, layers = find_layers(model)
     return find_sources(model, list(layers), lambda: run_on_meta(model))[-1]
 
