@@ -114,6 +114,33 @@ def half_loss(size: F32, j: int, reciprocal: np.float32, scale: np.float32) -> n
     return (e0 + e1) + (e2 + e3)
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def weigh_sizes(size: F32, h: F32, lanes: int) -> None:
+    """Write h * size^0.5 behind the `size` of a tile, to size[16 * LANES:], laid out as `size`."""
+    for k in range(16):
+        for j in range(lanes):
+            size[(16 + k) * LANES + j] = h[k * LANES + j] * np.sqrt(size[k * LANES + j])
+
+
+@njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+def _weighted4(size: F32, at: int, reciprocal: np.float32, scale: np.float32) -> np.float32:
+    e: np.float32 = size[at + 16 * LANES] * _loss1(size[at], reciprocal, scale)
+    e += size[at + 17 * LANES] * _loss1(size[at + LANES], reciprocal, scale)
+    e += size[at + 18 * LANES] * _loss1(size[at + 2 * LANES], reciprocal, scale)
+    e += size[at + 19 * LANES] * _loss1(size[at + 3 * LANES], reciprocal, scale)
+    return e
+
+
+@njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+def weighted_half_loss(size: F32, j: int, reciprocal: np.float32, scale: np.float32) -> np.float32:
+    """As `half_loss`, each square times the weight that `weigh_sizes` has put behind the sizes."""
+    e0 = _weighted4(size, j, reciprocal, scale)
+    e1 = _weighted4(size, j + 4 * LANES, reciprocal, scale)
+    e2 = _weighted4(size, j + 8 * LANES, reciprocal, scale)
+    e3 = _weighted4(size, j + 12 * LANES, reciprocal, scale)
+    return (e0 + e1) + (e2 + e3)
+
+
 @njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 def _code1(w: np.float32, scale: np.float32, error: F32, at: int) -> np.int32:
     """e2m1 code of w / scale; writes |w| - |w_hat|. A weight of exactly -0.0 gets code 0."""

@@ -221,6 +221,26 @@ def requantize_int4_asym(w_RI: F32, group: int, half: bool, scale_RG: U16, zero_
         _pack(q_I, codes_RB[r])
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode_int4(w_RI: F32, group: int, half: bool, scale_RG: U16, codes_RB: U8, sq_err_R: F64, sq_norm_R: F64) -> int:
+    """As `quantize_int4`, under scales (their bits) that are given."""
+    inputs, size, bits_RI = w_RI.shape[1], np.uint64(group), w_RI.view(np.int32)
+    q_I, error_I = np.empty(inputs, np.uint8), np.empty(inputs, np.float32)
+    for r in range(w_RI.shape[0]):
+        sq_err_R[r], sq_norm_R[r] = 0.0, 0.0
+        for g in range(scale_RG.shape[1]):
+            start, scale = np.uint64(g) * size, stored_value(scale_RG[r, g], half)
+            largest, _, _ = _ends(bits_RI[r], start, size)
+            if not np.isfinite(largest):
+                return r
+            unit = _error_unit(group) / max(largest, SMALLEST)
+            square = np.float64(unit) * np.float64(unit)
+            sq_norm_R[r] += to_integers(w_RI[r], start, size, unit, error_I) / square
+            sq_err_R[r] += _codes(w_RI[r], start, size, scale, np.float32(0), unit, q_I, error_I) / square
+        _pack(q_I, codes_RB[r])
+    return -1
+
+
 def requantize_int4(w_RI: F32, group: int, half: bool, scale_RG: U16, codes_RB: U8) -> None:
     """As `requantize_int4_asym`, without zero points."""
     requantize_int4_asym(w_RI, group, half, scale_RG, np.zeros(scale_RG.shape, np.int8), codes_RB)

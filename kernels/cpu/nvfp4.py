@@ -3,12 +3,13 @@
     w_hat = e2m1 * (e4m3 * scale_2)        all in float32, the bracket rounded first
 
 `scale_2 = amax / (6 * 448)` of the fused set is a multiplier (NVIDIA ModelOpt stores it); compressed-tensors stores the
-divisor `448 * 6 / amax` and engines divide by it. The three choices of the block scale:
+divisor `448 * 6 / amax` and engines divide by it. The four choices of the block scale:
 
     0 plain          e4m3(block amax / (6 * scale_2)), clamped to [2^-9, 448] before the cast: less would become zero
     1 four-over-six  the better of plain and e4m3(1.5 times that): the largest weight lands on 6 or on 4
     2 sweep          the best e4m3 code from 2 below plain to 7 above (0.75 to 1.9 times). Of 120,000 random blocks
                      (Gaussian, Student t5, Laplace) none had a better one 8 below to 11 above; 1.5 times is inside
+    3 tails          the best code from 6 below to 8 above where squared errors have the weights of `tails.py`
 
 "Better" is the smaller float32 sum of squared errors of the block; on a tie the plain scale stays. A block of zeros has
 scale 1.0 (code 0x38) and codes 0. The plain torch reference with the same sums is `microscale.py`.
@@ -34,6 +35,8 @@ from quantkit.kernels.cpu.fp4_tile import (
     load_half,
     magnitudes,
     sum_squares,
+    weigh_sizes,
+    weighted_half_loss,
 )
 
 F32 = NDArray[np.float32]
@@ -41,8 +44,9 @@ F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 
-PLAIN, FOUR_OVER_SIX, SWEEP = 0, 1, 2
+PLAIN, FOUR_OVER_SIX, SWEEP, TAILS = 0, 1, 2, 3
 SWEEP_BELOW, SWEEP_ABOVE = 2, 7  # e4m3 codes around the plain one; 8 codes are a factor of 2
+TAILS_BELOW, TAILS_ABOVE = 6, 8  # where few weights of a block count, the best scale lies further away
 SCALE_2_MIN = np.float32(2.0**-100)  # keeps 1 / (e4m3 * scale_2) finite; no real tensor has an amax of 2e-27
 _ONE_CODE = np.int32(0x38)  # 1.0 in e4m3
 
@@ -114,10 +118,22 @@ def _keep_better(size: F32, lanes: int, scale_2: np.float32, try_L: I32, best_L:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _keep_better_weighted(size: F32, lanes: int, scale_2: np.float32, try_L: I32, best_L: F32, code_L: I32) -> None:
+    """As `_keep_better`, by the weighted loss."""
+    for j in range(lanes):
+        code, old_code, old_loss = try_L[j], code_L[j], best_L[j]
+        scale = e4m3_code_to_f32(code) * scale_2
+        loss = weighted_half_loss(size, j, np.float32(1) / scale, scale)
+        better = loss < old_loss
+        best_L[j] = loss if better else old_loss
+        code_L[j] = code if better else old_code
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _choose(
-    tile: F32, lanes: int, scale_2: np.float32, amax_L: I32, method: int, size: F32, scratch: I32, code_L: I32
+    tile: F32, h: F32, lanes: int, scale_2: np.float32, amax_L: I32, method: int, size: F32, scratch: I32, code_L: I32
 ) -> None:
-    """Block scales by `method` into code_L; scratch: `size` as `tile`, and int32 [3, LANES].
+    """Block scales by `method` into code_L; scratch: `size` twice as long as `tile`, and int32 [3, LANES].
 
     Losses are measured in the power of two at or below scale_2: tiny and huge tensors are searched like any other.
     """
@@ -130,15 +146,37 @@ def _choose(
         plain_L[j] = code_L[j]
         best_L[j] = unit
     magnitudes(tile, lanes, best_L, size)
+    if method == TAILS:
+        weigh_sizes(size, h, lanes)
     for j in range(lanes):
         best_L[j] = np.inf
-    candidates = 2 if method == FOUR_OVER_SIX else 1 + SWEEP_ABOVE + SWEEP_BELOW
-    for k in range(candidates):  # the plain one first: it stays on a tie
+    above, below = (TAILS_ABOVE, TAILS_BELOW) if method == TAILS else (SWEEP_ABOVE, SWEEP_BELOW)
+    for k in range(2 if method == FOUR_OVER_SIX else 1 + above + below):  # the plain one first: it stays on a tie
         if method == FOUR_OVER_SIX and k == 1:
             _four_codes(amax_L, lanes, scale_2, try_L)
         else:
-            _shifted_codes(plain_L, lanes, k if k <= SWEEP_ABOVE else SWEEP_ABOVE - k, try_L)
-        _keep_better(size, lanes, scale_2 * unit, try_L, best_L, code_L)
+            _shifted_codes(plain_L, lanes, k if k <= above else above - k, try_L)
+        if method == TAILS:
+            _keep_better_weighted(size, lanes, scale_2 * unit, try_L, best_L, code_L)
+        else:
+            _keep_better(size, lanes, scale_2 * unit, try_L, best_L, code_L)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _weight_tiles(h_I: F32) -> F32:
+    """Weights of the blocks of a row, tile after tile, each block in units of its largest; 1 for a block of zeros."""
+    groups = h_I.size // 16
+    tiles = np.empty((-(-groups // LANES), 16 * LANES), np.float32)
+    for t in range(tiles.shape[0]):
+        lanes = min(LANES, groups - t * LANES)
+        load_half(h_I, t * LANES * 16, 16, lanes, tiles[t])
+        for j in range(lanes):
+            most = np.float32(0)
+            for i in range(16):
+                most = max(most, tiles[t, i * LANES + j])
+            for i in range(16):
+                tiles[t, i * LANES + j] = tiles[t, i * LANES + j] / most if most > 0 else np.float32(1)
+    return tiles
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -147,18 +185,27 @@ def _scales(code_L: I32, lanes: int, scale_2: np.float32, scale_L: F32) -> None:
         scale_L[j] = e4m3_code_to_f32(code_L[j]) * scale_2
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
 def quantize_nvfp4(
-    w_RI: F32, scale_2: np.float32, method: int, codes_RB: U8, scale_RG: U8, sq_err_R: F64, sq_norm_R: F64
-) -> int:
+    w_RI: F32, scale_2: np.float32, method: int, codes_RB: U8, scale_RG: U8, sq_err_R: F64, sq_norm_R: F64,
+    h_I: F32 | None = None,
+) -> int:  # fmt: skip
     """Quantise rows to NVFP4; returns the first row with a NaN or infinity (outputs are then not valid), else -1.
 
-    w_RI float32 [R, I], I a multiple of 16; scale_2 float32; method 0 plain, 1 four-over-six, 2 sweep. Written:
+    w_RI float32 [R, I], I a multiple of 16; scale_2 float32; method 0 plain, 1 four-over-six, 2 sweep, 3 tails, which
+    alone takes h_I, float32 [I] >= 0: the loss of a block is the sum of h |w|^0.5 (w - w_hat)^2. Written:
     codes_RB uint8 [R, I / 2], scale_RG uint8 [R, I / 16] (e4m3 codes), sq_err_R and sq_norm_R float64 [R] as in
     `cpu/rows.py`.
     Codes are e2m1(w / (e4m3 * scale_2)) by float32 division, ties to even, saturating at 6.
     """
-    tile, error = np.empty(16 * LANES, np.float32), np.empty(16 * LANES, np.float32)
+    h_I = np.empty(0, np.float32) if h_I is None else h_I
+    return int(_quantize(w_RI, h_I, scale_2, method, codes_RB, scale_RG, sq_err_R, sq_norm_R))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _quantize(
+    w_RI: F32, h_I: F32, scale_2: np.float32, method: int, codes_RB: U8, scale_RG: U8, sq_err_R: F64, sq_norm_R: F64
+) -> int:
+    tile, error, h_T = np.empty(16 * LANES, np.float32), np.empty(32 * LANES, np.float32), _weight_tiles(h_I)
     scale_L, scratch = np.empty(LANES, np.float32), np.empty((3, LANES), np.int32)
     amax_L, code_L = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
     words, packed = np.empty(2 * LANES, np.int32), np.empty(2 * LANES, np.int32)
@@ -173,7 +220,8 @@ def quantize_nvfp4(
             clear(amax_L, err_L, norm_L)
             if amax_bits(tile, whole, amax_L) >= INF_BITS:
                 return r
-            _choose(tile, whole, scale_2, amax_L, method, error, scratch, code_L)
+            h = h_T[g // LANES] if method == TAILS else tile
+            _choose(tile, h, whole, scale_2, amax_L, method, error, scratch, code_L)
             _scales(code_L, whole, scale_2, scale_L)
             encode_half(tile, scale_L, whole, error, words)
             sum_squares(error, whole, err_L)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import fp8, int4, mxfp4, nvfp4, tails
+from quantkit.kernels.cpu import fp8, int4, int4_tails, mxfp4, nvfp4
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 
@@ -31,7 +31,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 DEFAULT_METHOD: dict[str, str] = {family: methods[-1] for family, methods in METHODS.items()}
 # by which `int4.quantize_int4` and `nvfp4.quantize_nvfp4` know them
-_NUMBER = {"plain": 0, "signed": 1, "search": 2, "four-over-six": 1, "sweep": 2}
+_NUMBER = {"plain": 0, "signed": 1, "search": 2, "four-over-six": 1, "sweep": 2, "tails": 3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,17 +133,18 @@ def quantize_rows(
             "the method `tails`, and no other, takes the tail weights of the whole matrix", value=method
         )
     stats = (out.sq_err_R, out.sq_norm_R)
-    if h_I is not None:
-        return _quantize_tails(w_RI, scheme, shared, half, h_I, out)
     searched = method == "search"
     if kind == "int4":
         group = _group(scheme, w_RI)
+        if h_I is not None:
+            int4_tails.tail_scales(w_RI, h_I, group, half, out.scale)
+            return int(int4.encode_int4(w_RI, group, half, out.scale, out.codes, *stats))
         if out.zero is None:
             return int(int4.quantize_int4(w_RI, group, _NUMBER[method], half, out.codes, out.scale, *stats))
         return int(int4.quantize_int4_asym(w_RI, group, searched, half, out.codes, out.scale, out.zero, *stats))
     if kind == "nvfp4":
         scale_2 = global_scale(scheme, float(shared or 0.0))
-        return int(nvfp4.quantize_nvfp4(w_RI, scale_2, _NUMBER[method], out.codes, out.scale, *stats))
+        return nvfp4.quantize_nvfp4(w_RI, scale_2, _NUMBER[method], out.codes, out.scale, *stats, h_I)
     if kind == "mxfp4":
         return int(mxfp4.quantize_mxfp4(w_RI, searched, out.codes, out.scale, *stats))
     if scheme.granularity == "tensor":
@@ -154,15 +155,6 @@ def quantize_rows(
     else:
         bad_row = fp8.quantize_fp8_block(w_RI, scheme.scale == "e8m0", out.codes, out.scale, *stats)
     return int(bad_row)
-
-
-def _quantize_tails(w_RI: F32, scheme: QuantScheme, shared: float | None, half: bool, h_I: F32, out: RowParts) -> int:
-    stats = (out.sq_err_R, out.sq_norm_R)
-    if scheme.element == "int4":
-        return tails.quantize_int4_tails(w_RI, h_I, _group(scheme, w_RI), half, out.codes, out.scale, *stats)
-    return tails.quantize_nvfp4_tails(
-        w_RI, h_I, global_scale(scheme, float(shared or 0.0)), out.codes, out.scale, *stats
-    )
 
 
 def requantize_rows(

@@ -191,6 +191,7 @@ add = _binary("f", lambda b, x, y: b.fadd(x, y))
 sub = _binary("f", lambda b, x, y: b.fsub(x, y))
 mul = _binary("f", lambda b, x, y: b.fmul(x, y))
 maximum = _binary("f", lambda b, x, y: b.select(b.fcmp_unordered(">", x, y), x, y))  # x when one of them is NaN
+minimum = _binary("f", lambda b, x, y: b.select(b.fcmp_unordered("<", x, y), x, y))
 add_i32 = _binary("i", lambda b, x, y: b.add(x, y))
 and_i32 = _binary("i", lambda b, x, y: b.and_(x, y))
 or_i32 = _binary("i", lambda b, x, y: b.or_(x, y))
@@ -202,10 +203,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     if not _is(a, "f") or not a == b == c:
         return None
 
-    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call(builder, _vector_name("fma", args[0]), args[0].type, args)
-
-    return a(a, a, a), build
+    return a(a, a, a), lambda _, builder, sig, args: call(builder, _vector_name("fma", args[0]), args[0].type, args)
 
 
 def _shift(build: Callable[[Any, Any, Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Scales that keep what heavy tails stand for: the weighted search of `weighted.py` where no activations were measured.
+"""Weights of inputs that keep what heavy tails stand for, to search scales with where no activations were measured.
 
 The inputs that carry a model's few very large activations are those whose weights have heavy tails over the outputs
 (kurtosis n sum w^4 / (sum w^2)^2), and weights are small where activations are large. So the loss of a group is
@@ -16,7 +16,7 @@ Exponents were tried on that text alone.
 The statistics are those of the whole matrix, so rows are read twice: `add_moments` over all of them, then the search.
 In this loss no group is worse than under the plain scale of its format; in the plain squared error it may be.
 
-Shape suffixes: R rows, I inputs, G groups, B bytes of packed codes.
+The searches are in `int4_tails.py` and `nvfp4.py`. Shape suffixes: R rows, I inputs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import int4, nvfp4, weighted
-from quantkit.kernels.cpu.decode import fp4_to_f32, int4_to_f32
-from quantkit.kernels.elements import E4M3_VALUES
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-U8 = NDArray[np.uint8]
-U16 = NDArray[np.uint16]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -54,48 +49,6 @@ def tail_weights(square_I: F64, fourth_I: F64, rows: int) -> F32:
 
 
 def tail_loss(w_RI: F32, w_hat_RI: F32, h_I: F32) -> float:
-    """The loss of some rows that `quantize_int4_tails` and `quantize_nvfp4_tails` minimise, in float64."""
+    """The loss of some rows that the method minimises, in float64."""
     weight_RI = np.sqrt(np.abs(w_RI.astype(np.float64))) * h_I
     return float((weight_RI * np.square(w_RI.astype(np.float64) - w_hat_RI)).sum())
-
-
-def quantize_int4_tails(
-    w_RI: F32, h_I: F32, group: int, half: bool, codes_RB: U8, scale_RG: U16, sq_err_R: F64, sq_norm_R: F64
-) -> int:
-    """As `int4.quantize_int4`, with scales by `tail_weights` of the whole matrix and the size of each weight."""
-    bad_row = _not_finite(w_RI)
-    if bad_row >= 0:
-        return bad_row
-    scale_RS, w_hat_RI = np.empty(scale_RG.shape, np.float32), np.empty_like(w_RI)
-    weighted.int4_scales(w_RI, h_I, group, half, True, scale_RS)
-    scale_RG[:] = scale_RS.astype(np.float16).view(np.uint16) if half else scale_RS.view(np.uint32) >> 16
-    int4.requantize_int4(w_RI, group, half, scale_RG, codes_RB)
-    int4_to_f32(codes_RB, scale_RS, np.zeros(scale_RG.shape, np.int8), w_hat_RI)
-    _errors(w_RI, w_hat_RI, sq_err_R, sq_norm_R)
-    return -1
-
-
-def quantize_nvfp4_tails(
-    w_RI: F32, h_I: F32, scale_2: np.float32, codes_RB: U8, scale_RG: U8, sq_err_R: F64, sq_norm_R: F64
-) -> int:
-    """As `nvfp4.quantize_nvfp4`, with scales by `tail_weights` of the whole matrix and the size of each weight."""
-    bad_row = _not_finite(w_RI)
-    if bad_row >= 0:
-        return bad_row
-    w_hat_RI = np.empty_like(w_RI)
-    weighted.nvfp4_scales(w_RI, h_I, scale_2, True, scale_RG)
-    nvfp4.requantize_nvfp4(w_RI, scale_2, scale_RG, codes_RB)
-    fp4_to_f32(codes_RB, E4M3_VALUES[scale_RG] * scale_2, 16, w_hat_RI)
-    _errors(w_RI, w_hat_RI, sq_err_R, sq_norm_R)
-    return -1
-
-
-def _not_finite(w_RI: F32) -> int:
-    """The first row with a NaN or infinity, else -1."""
-    finite_R = np.isfinite(w_RI).all(axis=1)
-    return -1 if finite_R.all() else int(np.argmin(finite_R))
-
-
-def _errors(w_RI: F32, w_hat_RI: F32, sq_err_R: F64, sq_norm_R: F64) -> None:
-    sq_err_R[:] = np.square(w_RI.astype(np.float64) - w_hat_RI).sum(1)
-    sq_norm_R[:] = np.square(w_RI.astype(np.float64)).sum(1)

@@ -12,8 +12,6 @@ stays, of which the first is the plain scale of the format. A group whose inputs
     nvfp4     e4m3 codes from 6 below the plain one to 8 above
     mxfp4     exponents from 2 below the plain one to 1 above
 
-Where there is no calibration, `tails.py` makes up h from the weights.
-
 Arrays are C-contiguous and the GIL is released. Shape suffixes: R rows, I inputs, G groups, N inputs of a group.
 """
 
@@ -76,9 +74,7 @@ def _e2m1_loss(w_N: F32, h_N: F32, scale: np.float32) -> np.float32:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _group(
-    w_I: F32, h_I: F32, start: int, by_size: bool, w_N: F32, h_N: F32
-) -> tuple[np.float32, np.float32, np.float32]:
+def _group(w_I: F32, h_I: F32, start: int, w_N: F32, h_N: F32) -> tuple[np.float32, np.float32, np.float32]:
     """Copy a group in units of its largest weight and of its largest h; returns the largest, lowest and highest weight.
 
     In those units no sum leaves float32. `largest` is 0 for a group of zeros, of which the copies are not valid.
@@ -91,22 +87,17 @@ def _group(
     for i in range(w_N.size):
         w_N[i] = w_I[start + i] / largest
         h_N[i] = h_I[start + i] / most if most > 0 else np.float32(1)
-        if by_size:
-            h_N[i] *= np.sqrt(abs(w_N[i]))
     return largest, low, high
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, by_size: bool, scale_RG: F32) -> None:
-    """Values of the stored signed scales of symmetric int4; finite weights, h >= 0.
-
-    by_size  the weighting of w_c is h_c |w_c|^0.5, not h_c
-    """
+def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> None:
+    """Values of the stored signed scales of symmetric int4; finite weights, h >= 0."""
     w_N, h_N = np.empty((2, group), np.float32)
     tries = np.empty(3, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
-            largest, _, high = _group(w_RI[r], h_I, g * group, by_size, w_N, h_N)
+            largest, _, high = _group(w_RI[r], h_I, g * group, w_N, h_N)
             if largest == 0:
                 scale_RG[r, g] = 1
                 continue
@@ -132,7 +123,7 @@ def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32,
     w_N, h_N = np.empty((2, group), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
-            largest, low, high = _group(w_RI[r], h_I, g * group, False, w_N, h_N)
+            largest, low, high = _group(w_RI[r], h_I, g * group, w_N, h_N)
             scale_RG[r, g], zero_RG[r, g] = np.float32(1), np.int8(-8)
             if largest == 0:
                 continue
@@ -149,12 +140,12 @@ def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32,
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, by_size: bool, code_RG: U8) -> None:
-    """e4m3 codes of the block scales under the multiplier `scale_2`; `by_size` as for `int4_scales`."""
+def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, code_RG: U8) -> None:
+    """e4m3 codes of the block scales under the multiplier `scale_2`."""
     w_N, h_N = np.empty((2, 16), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
-            largest, _, _ = _group(w_RI[r], h_I, g * 16, by_size, w_N, h_N)
+            largest, _, _ = _group(w_RI[r], h_I, g * 16, w_N, h_N)
             base = min(max(largest / (np.float32(6) * scale_2), np.float32(2.0**-9)), np.float32(448))
             plain = np.int32(0x38) if largest == 0 else f32_to_e4m3_code(base)
             code_RG[r, g] = plain
@@ -172,7 +163,7 @@ def mxfp4_scales(w_RI: F32, h_I: F32, code_RG: U8) -> None:
     w_N, h_N = np.empty((2, 32), np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
-            largest, _, _ = _group(w_RI[r], h_I, g * 32, False, w_N, h_N)
+            largest, _, _ = _group(w_RI[r], h_I, g * 32, w_N, h_N)
             exponent = (bits_of_f32(largest) + np.int32(1 << 21)) >> np.int32(23)
             plain = np.int32(127) if largest == 0 else max(exponent - np.int32(2), np.int32(1))
             code_RG[r, g] = plain

@@ -169,13 +169,13 @@ def _weighted(w_OI: F32, scheme: QuantScheme, group: int, half: bool, scale_2: n
     if scheme.element == "int4":
         scale = np.empty(shape, np.float32)
         if scheme.symmetric:
-            weighted.int4_scales(w_OI, h_I, group, half, False, scale)
+            weighted.int4_scales(w_OI, h_I, group, half, scale)
         else:
             weighted.int4_scales_asym(w_OI, h_I, group, half, scale, zero)
         return scale, zero.astype(np.float32)
     code = np.empty(shape, np.uint8)
     if scheme.has_global:
-        weighted.nvfp4_scales(w_OI, h_I, scale_2, False, code)
+        weighted.nvfp4_scales(w_OI, h_I, scale_2, code)
     else:
         weighted.mxfp4_scales(w_OI, h_I, code)
     return _values(code, scheme, half), zero.astype(np.float32)

@@ -57,9 +57,11 @@ class Case:
 CASES = (
     Case("int4-plain", "BF16 -> INT4 g128, plain", False, "scheme: int4-g128, method: plain", "W4A16"),
     Case("int4", "BF16 -> INT4 g128, searched", False, "scheme: int4-g128", "W4A16"),
+    Case("int4-tails", "BF16 -> INT4 g128, tails", False, "scheme: int4-g128, method: tails", "W4A16"),
     Case("fp8-int4", "FP8 block -> INT4 g128, searched", True, "scheme: int4-g128", "W4A16"),
     Case("nvfp4-plain", "BF16 -> NVFP4, plain", False, "scheme: nvfp4, method: plain", "NVFP4A16"),
     Case("nvfp4", "BF16 -> NVFP4, sweep", False, "scheme: nvfp4", "NVFP4A16"),
+    Case("nvfp4-tails", "BF16 -> NVFP4, tails", False, "scheme: nvfp4, method: tails", "NVFP4A16"),
     Case("fp8-block", "BF16 -> FP8 block", False, "scheme: fp8-block", "FP8_BLOCK", "fp8"),
     Case("mxfp4", "BF16 -> MXFP4, searched", False, "scheme: mxfp4", None),
 )

@@ -6,7 +6,7 @@ import torch
 from oracle import int4 as oracle_int4
 from oracle import microscale as oracle_fp4
 from quantkit.kernels import microscale
-from quantkit.kernels.cpu import int4, nvfp4, tails
+from quantkit.kernels.cpu import int4, int4_tails, nvfp4, tails
 
 STEPS = [s * t for t in np.linspace(1.2, 0.3, 361).astype(np.float32) for s in (1, -1)]
 
@@ -60,25 +60,27 @@ def test_the_loss_weighs_columns_and_sizes():
     assert np.isclose(tails.tail_loss(w, np.rint(w), h), loss(w, np.rint(w), h), rtol=1e-6)
 
 
-def quantize_int4(w, h, half):
+def quantize_int4(w, h, half, group=64):
     (rows, inputs), stats = w.shape, (np.empty(len(w)), np.empty(len(w)))
-    codes, bits = np.empty((rows, inputs // 2), np.uint8), np.empty((rows, inputs // 64), np.uint16)
-    bad = tails.quantize_int4_tails(w, h, 64, half, codes, bits, *stats)
+    codes, bits = np.empty((rows, -(-inputs // 8) * 4), np.uint8), np.empty((rows, inputs // group), np.uint16)
+    int4_tails.tail_scales(w, h, group, half, bits)
+    bad = int4.encode_int4(w, group, half, bits, codes, *stats)
     scale = bits.view(np.float16).astype(np.float32) if half else (bits.astype(np.uint32) << 16).view(np.float32)
     return bad, codes, scale, *stats
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_int4_is_as_good_as_trying_every_scale(half):
-    w = matrix(40, 128)
+@pytest.mark.parametrize(("half", "group"), [(False, 64), (True, 64), (False, 32), (False, 192), (True, 6)])
+def test_int4_is_as_good_as_trying_every_scale(half, group):
+    w = matrix(37, 192)
     h, kind = weights_of(w), "f16" if half else "bf16"
-    bad, codes, scale, sq_err, sq_norm = quantize_int4(w, h, half)
+    bad, codes, scale, sq_err, sq_norm = quantize_int4(w, h, half, group)
     assert bad == -1
     found = best = plain = lost = 0.0
     for r, g in np.ndindex(scale.shape):
-        part, weight = w[r, g * 64 : g * 64 + 64], h[g * 64 : g * 64 + 64]
+        span = slice(g * group, g * group + group)
+        part, weight = w[r, span], h[span]
         q = oracle_int4.codes(part, scale[r, g])
-        nibbles = np.stack((codes[r] & 15, codes[r] >> 4), 1).reshape(-1)[g * 64 : g * 64 + 64]
+        nibbles = np.stack((codes[r] & 15, codes[r] >> 4), 1).reshape(-1)[span]
         assert np.array_equal(nibbles.astype(int) - 8, q)
 
         def at(s, part=part, weight=weight):
@@ -90,16 +92,64 @@ def test_int4_is_as_good_as_trying_every_scale(half):
         assert at(scale[r, g]) <= plain_here * (1 + 1e-5)
         plain += plain_here
         best += min(at(oracle_int4.stored_scale(t * np.abs(part).max() / np.float32(8), kind)) for t in STEPS)
-    assert found <= 1.01 * best
+    assert found <= 1.005 * best
     assert found <= 0.8 * plain
-    assert np.isclose(sq_err.sum(), lost, rtol=1e-6)
-    assert np.isclose(sq_norm.sum(), float((w.astype(np.float64) ** 2).sum()), rtol=1e-9)
+    assert np.isclose(sq_err.sum(), lost, rtol=1e-5)  # sums of integers, as `int4.py` says
+    assert np.isclose(sq_norm.sum(), float((w.astype(np.float64) ** 2).sum()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(192, 64), (75, 75)])
+def test_int4_of_a_row_does_not_depend_on_the_rows_beside_it(inputs, group):
+    w = matrix(23, inputs)
+    h = weights_of(w)
+    _, codes, scale, *_ = quantize_int4(w, h, False, group)
+    for at in range(0, 23, 4):
+        _, part_codes, part_scale, *_ = quantize_int4(w[at : at + 4].copy(), h, False, group)
+        assert np.array_equal(part_codes, codes[at : at + 4])
+        assert np.array_equal(part_scale, scale[at : at + 4])
+
+
+@pytest.mark.parametrize("unit", [-100, 100])
+def test_scales_follow_the_unit_of_the_weights_and_of_their_weights(unit):
+    w = matrix(9, 128)
+    h = weights_of(w)
+    _, codes, scale, *_ = quantize_int4(w, h, False)
+    _, scaled_codes, scaled, *_ = quantize_int4(np.ldexp(w, unit), np.ldexp(h, -unit // 4), False)
+    assert np.array_equal(scaled_codes, codes)
+    assert np.array_equal(scaled, np.ldexp(scale, unit))
+    _, codes, scale, *_ = quantize_nvfp4(w, h, np.float32(0.01))
+    _, scaled_codes, scaled, *_ = quantize_nvfp4(
+        np.ldexp(w, unit), np.ldexp(h, -unit // 4), np.ldexp(np.float32(0.01), unit)
+    )
+    assert np.array_equal(scaled_codes, codes)
+    assert np.array_equal(scaled, scale)
+
+
+def test_groups_of_zeros_and_weights_of_zero():
+    w, one = matrix(5, 128), np.ones(128, np.float32)
+    h = weights_of(w)
+    h[64:] = 0  # counts as one everywhere
+    _, codes, scale, *_ = quantize_int4(w, h, False)
+    _, one_codes, one_scale, *_ = quantize_int4(w, one, False)
+    assert np.array_equal(scale[:, 1], one_scale[:, 1])
+    assert np.array_equal(codes[:, 32:], one_codes[:, 32:])
+    _, codes, scale, *_ = quantize_nvfp4(w, h, np.float32(0.01))
+    _, one_codes, one_scale, *_ = quantize_nvfp4(w, one, np.float32(0.01))
+    assert np.array_equal(scale[:, 4:], one_scale[:, 4:])
+    assert np.array_equal(codes[:, 32:], one_codes[:, 32:])
+    w[2, 64:] = 0
+    _, codes, scale, *_ = quantize_int4(w, h, False)
+    assert scale[2, 1] == 1
+    assert (codes[2, 32:] == 0x88).all()
+    _, codes, scale, *_ = quantize_nvfp4(w, h, np.float32(0.01))
+    assert (scale[2, 4:] == 0x38).all()
+    assert not codes[2, 32:].any()
 
 
 def quantize_nvfp4(w, h, scale_2):
     (rows, inputs), stats = w.shape, (np.empty(len(w)), np.empty(len(w)))
     codes, scale = np.empty((rows, inputs // 2), np.uint8), np.empty((rows, inputs // 16), np.uint8)
-    return tails.quantize_nvfp4_tails(w, h, scale_2, codes, scale, *stats), codes, scale, *stats
+    return nvfp4.quantize_nvfp4(w, scale_2, nvfp4.TAILS, codes, scale, *stats, h), codes, scale, *stats
 
 
 def test_nvfp4_is_as_good_as_trying_every_code():
@@ -123,7 +173,7 @@ def test_nvfp4_is_as_good_as_trying_every_code():
         found += mine
         best += min(losses.values())
         plain += plain_here
-    assert found <= 1.01 * best
+    assert found <= 1.0001 * best
     assert found <= 0.8 * plain
     w_hat = microscale.dequantize_nvfp4(torch.from_numpy(codes), torch.from_numpy(scale), float(scale_2)).numpy()
     assert np.isclose(sq_err.sum(), ((w.astype(np.float64) - w_hat) ** 2).sum(), rtol=1e-6)

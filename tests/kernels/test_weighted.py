@@ -24,7 +24,7 @@ def weighted_loss(w, h, scale, zero=0):
 def test_int4_is_as_good_as_trying_every_scale(group, kind):
     w, h = groups(12, 192)
     scale = np.empty((12, 192 // group), np.float32)
-    weighted.int4_scales(w, h, group, kind == "f16", False, scale)
+    weighted.int4_scales(w, h, group, kind == "f16", scale)
     found = exhaustive = plain = 0.0
     for r in range(12):
         for g in range(scale.shape[1]):
@@ -47,7 +47,7 @@ def test_int4_beats_the_unweighted_search_where_inputs_differ_and_equals_it_wher
     searched = (bits.astype(np.uint32) << 16).view(np.float32)
     for weights, bound in ((h, 0.9), (np.ones_like(h), 1.003)):
         scale = np.empty((20, 4), np.float32)
-        weighted.int4_scales(w, weights, 64, False, False, scale)
+        weighted.int4_scales(w, weights, 64, False, scale)
         losses = [
             sum(
                 weighted_loss(w[r, g * 64 : g * 64 + 64], weights[g * 64 : g * 64 + 64], s[r, g])
@@ -76,7 +76,7 @@ def test_nvfp4_is_as_good_as_trying_every_code():
     w, h = groups(12, 64)
     scale_2 = np.float32(np.abs(w).max() / 2688)
     code = np.empty((12, 4), np.uint8)
-    weighted.nvfp4_scales(w, h, scale_2, False, code)
+    weighted.nvfp4_scales(w, h, scale_2, code)
     found = best = plain = 0.0
     for r in range(12):
         for g in range(4):
@@ -109,27 +109,27 @@ def fp4_loss(w, h, scale):
 def test_tiny_and_huge_weights_and_weightings_are_searched_alike(size):
     w, h = groups(4, 64)
     reference, scaled = np.empty((4, 2), np.float32), np.empty((4, 2), np.float32)
-    weighted.int4_scales(w, h, 32, False, False, reference)
+    weighted.int4_scales(w, h, 32, False, reference)
     factor = np.float32(2.0 ** round(np.log2(size)))
-    weighted.int4_scales(w * factor, h * (np.float32(1) / factor), 32, False, False, scaled)
+    weighted.int4_scales(w * factor, h * (np.float32(1) / factor), 32, False, scaled)
     assert np.array_equal(scaled, np.maximum(np.abs(reference * factor), 2.0**-126) * np.sign(reference))
 
 
 def test_zeros_get_the_scale_of_a_group_of_zeros():
     w, h = np.zeros((2, 64), np.float32), np.zeros(64, np.float32)
     scale, zero, code = np.empty((2, 2), np.float32), np.empty((2, 2), np.int8), np.empty((2, 4), np.uint8)
-    weighted.int4_scales(w, h, 32, False, False, scale)
+    weighted.int4_scales(w, h, 32, False, scale)
     assert (scale == 1).all()
     weighted.int4_scales_asym(w, h, 32, False, scale, zero)
     assert (scale == 1).all()
     assert (zero == -8).all()
-    weighted.nvfp4_scales(w, h, np.float32(1), False, code)
+    weighted.nvfp4_scales(w, h, np.float32(1), code)
     assert (code == 0x38).all()
     block = np.empty((2, 2), np.uint8)
     weighted.mxfp4_scales(w, h, block)
     assert (block == 127).all()
     w[:] = np.random.default_rng(0).standard_normal(w.shape)  # weightings of zero count as equal ones
-    weighted.int4_scales(w, h, 32, False, False, scale)
+    weighted.int4_scales(w, h, 32, False, scale)
     expected = np.empty_like(scale)
-    weighted.int4_scales(w, np.ones(64, np.float32), 32, False, False, expected)
+    weighted.int4_scales(w, np.ones(64, np.float32), 32, False, expected)
     assert np.array_equal(scale, expected)
