@@ -153,7 +153,8 @@ def _digests(folder: RunFolder) -> dict[str, str]:
 
 
 def _gate(layers: Mapping[str, Any], least: int, out: Path) -> None:
-    short = {n: f["tokens"] for n, f in layers.items() if f["role"] == "routed_experts" and f["tokens"] < least}
+    experts = {n: f["tokens"] for n, f in layers.items() if f["role"].removeprefix("mtp.") == "routed_experts"}
+    short = {n: tokens for n, tokens in experts.items() if tokens < least}
     if short:
         name = min(short, key=lambda n: short[n])
         raise QuantkitError(

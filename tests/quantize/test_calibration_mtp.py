@@ -113,6 +113,12 @@ def test_neither_kills_nor_memory_show(made: tuple[Path, Path, int], tmp_path: P
     assert files_of(tmp_path / "run") == {n: b for n, b in files_of(whole).items() if not n.startswith("kv/")}
 
 
+def test_its_experts_have_to_pass_the_gate(made: tuple[Path, Path, int]) -> None:
+    source, folder, _ = made
+    with pytest.raises(QuantkitError, match="12 routed experts saw too few tokens"):
+        calibrate_into(folder, plan_for(source), samples(), SETTINGS, min_expert_tokens=1 << 20)
+
+
 def test_rules_that_leave_it_alone_do_not_run_it(tmp_path: Path) -> None:
     source = deepseek_with_mtp(tmp_path / "source")
     calibrate_into(tmp_path / "run", plan_for(source, "[attention.o]"), samples(), SETTINGS)
