@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +79,10 @@ class Block:
             if (f"{path}.{leaf}", e) in self._names
         ]
 
+    def comes_to(self, sets: Collection[tuple[str, ...]]) -> bool:
+        """Whether every sample comes to all these sets of `linears`: none is inside the experts."""
+        return {names for _, names in self._sets()}.issuperset(sets)
+
     def run_all(
         self, states: Activations, observe: Observer | None = None, cache: Cache | None = None,
         compare: Compare | None = None,
@@ -99,8 +103,7 @@ class Block:
 
         A block without experts among them is run only as far as that takes.
         """
-        every = {names for _, names in self._sets()}
-        if not every.issuperset(sets):
+        if not self.comes_to(sets):
             yield from (states[i] for i, _ in self.run_all(states, observe))
             return
         for state in states:
@@ -119,10 +122,19 @@ class Block:
         and values that the attention of this block reads, and `compare` may run it again under others; `experts` stands
         in for its routed experts.
         """
+        with torch.no_grad(), self.observed(observe, cache, compare, experts=experts, only=only):
+            return self.step(state)
+
+    @contextmanager
+    def observed(
+        self, observe: Observer | None = None, cache: Cache | None = None, compare: Compare | None = None, *,
+        experts: Callable[..., torch.Tensor] | None = None, only: Collection[tuple[str, ...]] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
+        """Everything that `run` sets up for its one `step`."""
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         config = self._owner.model.config
-        with torch.no_grad(), ExitStack() as stack:
+        with ExitStack() as stack:
             if self._experts:
                 stack.enter_context(bound(ALL_EXPERTS_FUNCTIONS, "eager", experts or self._routed(observe)))
             if observe is not None:
@@ -135,7 +147,12 @@ class Block:
             served = self._owner.served
             layers = [(self._owner.model.get_submodule(p), served[n]) for p, n in self._plain.items() if n in served]
             stack.enter_context(inputs_served(layers))
-            return self._owner.run_layer(self.index, state)
+            stack.enter_context(self._owner.running(self.index))
+            yield
+
+    def step(self, state: State) -> State:
+        """The state that enters the next block, inside `observed`."""
+        return self._owner.run_layer(self.index, state)
 
     def add_experts(self, path: str, state: State, observe: Observer | None) -> State:
         """The experts that are held, of the module `path`, added to what `sweep` put aside."""

@@ -35,6 +35,10 @@ from quantkit.calibrate.weights import Weights
 class _Stop(Exception):  # noqa: N818  (leaves the model's forward, no error)
     """The block has run: norm, head and later layers are not wanted."""
 
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
 
 def open_model(
     folder: Path,
@@ -115,8 +119,8 @@ class BlockModel:
 
     def start(self, ids: torch.Tensor) -> State:
         """Token ids [L], or [N, L] of samples of one length, to what enters block 0."""
-        with self.embeddings(), torch.no_grad():
-            return self._stopped(self.layers[0], input_ids=ids.reshape(-1, ids.shape[-1]).to(self.device))
+        with self.embeddings(), torch.no_grad(), self._stopping(self.layers[0]):
+            return self._stopped(input_ids=ids.reshape(-1, ids.shape[-1]).to(self.device))
 
     @contextmanager
     def embeddings(self) -> Iterator[None]:
@@ -168,50 +172,60 @@ class BlockModel:
                 store.close()
             _return_memory()
 
-    def run_layer(self, index: int, state: State) -> State:
-        """The loaded layer `index` on one state; use `Block.run`."""
+    @contextmanager
+    def running(self, index: int) -> Iterator[None]:
+        """Let the loaded layer `index` compute in `run_layer`; the others pass a state on."""
         layer = self.layers[index]
+        with self._stopping(layer):
+            del layer.__dict__["forward"]
+            try:
+                yield
+            finally:
+                layer.__dict__["forward"] = self._passed
+
+    def run_layer(self, index: int, state: State) -> State:
+        """The layer that is `running` on one state; use `Block.run`."""
         hidden = state.hidden.to(self.device)
-        hidden = projected(layer, hidden) if index == self.mtp else hidden
+        hidden = projected(self.layers[index], hidden) if index == self.mtp else hidden
         self._state = State(hidden, _moved(state.rest, self.device))
-        del layer.__dict__["forward"]
-        try:
-            return self._stopped(layer, inputs_embeds=self._state.hidden)
-        finally:
-            self._state = None
-            layer.__dict__["forward"] = self._passed
+        return self._stopped(inputs_embeds=hidden)
 
     def _passed(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of every layer that is not loaded."""
+        """The forward of every layer that is not running."""
         state = self._state
         assert state is not None  # `start` stops before its first layer
         return state.hidden if state.rest is None else (state.hidden, *state.rest)
 
-    def _stopped(self, layer: torch.nn.Module, **inputs: Any) -> State:
-        """Run the backbone up to `layer`: its input when there is no stored state, else its output on that state."""
-        state, taken = self._state, []
+    @contextmanager
+    def _stopping(self, layer: torch.nn.Module) -> Iterator[None]:
+        """Give the stored state to `layer` and leave the forward with its output; without one, with its input."""
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            state = self._state
             if state is None:
-                taken.append(args[0] if args else kwargs["hidden_states"])
-                raise _Stop
+                raise _Stop(args[0] if args else kwargs["hidden_states"])
             if args:
                 return (state.hidden, *args[1:]), kwargs
             return args, kwargs | {"hidden_states": state.hidden}
 
         def after(_: Any, args: Any, output: Any) -> None:
-            taken.append(output)
-            raise _Stop
+            raise _Stop(output)
 
         handles = [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
         try:
-            getattr(self.model, self.model.base_model_prefix)(use_cache=False, **inputs)
-        except _Stop:
-            pass
+            yield
         finally:
+            self._state = None
             for handle in handles:
                 handle.remove()
-        out = taken[0]
+
+    def _stopped(self, **inputs: Any) -> State:
+        """Run the backbone until it is left. Another run may begin while this one stands still inside its layer."""
+        out: Any = None
+        try:
+            getattr(self.model, self.model.base_model_prefix)(use_cache=False, **inputs)
+        except _Stop as stop:
+            out = stop.output
         return State(out[0], tuple(out[1:])) if isinstance(out, tuple) else State(out)
 
     def _outside(self, name: str) -> bool:

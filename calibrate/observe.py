@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+from greenlet import getcurrent
 
 # (layer, keys [T, H, D], values [T, H, D]) -> the same as they come back from a quantised cache
 Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -79,20 +80,20 @@ class _Attention:
     ) -> None:  # fmt: skip
         self.inner, self.layer = inner, layer
         self.observe, self.cache, self.compare = observe, cache, compare
-        self.latent: tuple[torch.nn.Module, torch.Tensor] | None = None
+        self._latents: dict[Any, tuple[torch.nn.Module, torch.Tensor]] = {}  # by the greenlet that is on its way here
 
     def expanding(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Forward pre-hook of MLA's `kv_b_proj`, which expands the latent: normalised, as it is cached."""
-        if self.latent is not None:
+        if getcurrent() in self._latents:
             return None  # expanded once more for a comparison
-        self.latent = (module, args[0])
+        self._latents[getcurrent()] = (module, args[0])
         return None if self.cache is None else (self._row(self.cache, args[0]),)
 
     def __call__(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         inner = self.inner or sys.modules[type(module).__module__].eager_attention_forward
-        latent = self.latent
+        latent = self._latents.get(getcurrent())
 
         def attend(cache: Cache | None) -> torch.Tensor:
             if latent is not None:
@@ -111,7 +112,7 @@ class _Attention:
         out = inner(module, q, *stored, mask, *args, **kwargs)
         if self.compare is not None:
             self.compare(self.layer, out[0], attend)
-        self.latent = None
+        self._latents.pop(getcurrent(), None)
         return out
 
     def _stored(

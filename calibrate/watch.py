@@ -99,6 +99,10 @@ class Watch:
             self._layers[kind] = self._peers_of(kind, inputs).finish()
         return blend(seen, self._layers[kind])
 
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Free the Hessian of a set whose codes are chosen."""
+        self._sums.pop(names[0], None)
+
     def _peers_of(self, kind: str, inputs: int) -> PeerHessianSum:
         """All experts' inputs together: a token counts once for each expert that it was sent to."""
         if kind not in self.peers:

@@ -6,6 +6,7 @@ Letters: O outputs (rows), I inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,26 @@ _UNCLIPPED = ("q", "k", "qkv", "q_a")  # errors of queries and keys enter a soft
 Factors = dict[gptq.GptqOptions, gptq.Factor]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Layers of one block: tensors to store, and by layer what is to be told of it and its unpacked weight."""
+
+    tensors: dict[str, Stored]
+    facts: dict[str, Any]
+    weights: dict[str, Tensor]
+
+    def add(self, other: Chosen) -> None:
+        """Take in other layers of the block."""
+        self.tensors.update(other.tensors)
+        self.facts.update(other.facts)
+        self.weights.update(other.weights)
+
+
 def choose_codes(
     step: Step, block: Block, hessian: Hessian, plan: Plan, methods: dict[str, Method], factors: Factors,
     foreign: Mapping[str, Found],
-) -> tuple[dict[str, Stored], dict[str, Any], dict[str, Tensor]]:  # fmt: skip
-    """(tensors to store, facts by layer, unpacked weights by layer) of a step; the block is left as it is.
+) -> Chosen:  # fmt: skip
+    """The codes of the layers of one step; the block is left as it is.
 
     hessian  of the input that all layers of the step have
     factors  of that Hessian so far, by the options they were made with: siblings share one
@@ -61,7 +77,7 @@ def choose_codes(
         unpacked[task.name] = found.w_hat_OI
         stored |= layer_tensors(task.name, task.scheme, tuple(w_OI.shape), found.parts, amax, half=plan.half)
         facts[task.name] = _facts(task, methods[task.name], hessian, found)
-    return stored, facts, unpacked
+    return Chosen(stored, facts, unpacked)
 
 
 def _options(method: Method, role: str) -> gptq.GptqOptions:

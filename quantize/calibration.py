@@ -1,9 +1,11 @@
 """A calibration run, block by block: load, watch, choose codes, run again with what will be served, free.
 
-One pass over a block shows every linear layer's inputs, from which a method chooses codes; the unpacked result takes
-the weight's place, and a second pass gives the states that enter the next block, so each block sees what the served
-model will give it. Keys and values, and the ranges of activations that will be quantised, are measured in that second
-pass. A block's results are on the disk before the next one begins.
+All samples go through a block in step: when the inputs of a layer are known for every one, its codes are chosen, the
+unpacked result takes the weight's place, and the layers behind it see what the served model will give them. Where
+experts are calibrated, which not every sample comes to, one run shows all inputs in the block as it was, and a second
+one, of the block as it will be served, gives the states that enter the next. Keys and values, and the ranges of
+activations that will be quantised, are measured as they will be served. A block's results are on the disk before the
+next one begins.
 
 Letters: T tokens, I inputs, O outputs, N samples, L tokens of a sample.
 """
@@ -20,13 +22,14 @@ import torch
 from numpy.typing import NDArray
 from quantkit.calibrate.activations import Activations, State
 from quantkit.calibrate.block import Block
+from quantkit.calibrate.block_stages import stages
 from quantkit.calibrate.blocks import BlockModel, open_model
 from quantkit.calibrate.kv import KVStats, rope_of
 from quantkit.calibrate.mtp import FAMILIES
 from quantkit.calibrate.watch import Watch
 from quantkit.export.checkpoint import Reader, text_config
 from quantkit.kernels.errors import QuantkitError, join_errors
-from quantkit.quantize.calibrated import Factors, choose_codes, fused_tensors
+from quantkit.quantize.calibrated import Chosen, Factors, choose_codes, fused_tensors
 from quantkit.quantize.calibrated_modelopt import ask_modelopt, modelopt_layers
 from quantkit.quantize.decoded import DecodedWeights
 from quantkit.quantize.input_scales import block_scales, measured_sets, measured_tasks
@@ -141,8 +144,10 @@ def _run_block(
     block: Block, steps: Sequence[Step], states: Activations, plan: Plan, folder: RunFolder, settings: Settings,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Choose the codes of a block's layers, then take every state through the block as it will be served."""
-    layers, smoothed = _choose(block, steps, states, plan, folder, settings, advance)
+    """Choose the codes of a block's layers, and take every state through the block as it will be served."""
+    methods = methods_by_layer(plan, steps)
+    tasks = {t.name: t for s in steps for t in s.tasks if t.name in methods}
+    smoothed = smooth(block, states, plan, tasks, settings.memory, settings.device, lambda _: advance(0))
     wanted = plan.recipe.kv_cache is not None
     text = text_config(plan.source.config)
     stats = KVStats(rope_of(text), text.get("kv_lora_rank")) if wanted else None
@@ -150,56 +155,76 @@ def _run_block(
     measured = measured_tasks(plan)
     inputs = measured_sets(block, measured)
     sampled = {*(t.name for s in steps for t in s.tasks), *measured}
-    watch = Watch(kv=stats, sampled=sampled, length=length, blocks=inputs)
-    for i, state in block.run_all(states, observe=watch):
-        states[i] = state
-        advance(_tokens(state))
+    sets = [names for names in block.linears() if any(s.tasks[0].name in names for s in steps)]
+    in_turn = sets and block.comes_to(sets) and not any(modelopt_layers(s) for s in steps)
+    watch = Watch(sets if in_turn else (), stats, sampled, length, settings.device, inputs)
+    run = _in_turn if in_turn else _at_once
+    chosen = run(block, steps, sets, states, watch, plan, methods, settings, advance)
     watch.check_finite()
+    for name, facts in smoothed.facts.items():
+        chosen.facts[name]["smoothing"] = facts
+    stored = smoothed.tensors | chosen.tensors
+    if stored:
+        write_tensors(folder.block_file(block.index), fused_tensors(stored, steps))
     samples = {f"inputs.{n}": x for n, x in watch.samples.items()} | (stats.samples() if stats else {})
     if samples:
         write_tensors(folder.samples_file(block.index), {n: bfloat16(x) for n, x in samples.items()})
     return {
-        "layers": dict(sorted(layers.items())),
-        "smoothed": sorted(smoothed),
+        "layers": dict(sorted(chosen.facts.items())),
+        "smoothed": sorted(smoothed.changed),
         "inputs": block_scales(inputs, measured, watch),
         "kv": [layer.to_json() for layer in stats.finish()] if stats else [],
     }
 
 
-def _choose(
-    block: Block, steps: Sequence[Step], states: Activations, plan: Plan, folder: RunFolder, settings: Settings,
-    advance: Callable[[int], None],
-) -> tuple[dict[str, Any], set[str]]:  # fmt: skip
-    """Put what will be served into the block and the run folder: (facts by layer, scaled weights)."""
-    layers: dict[str, Any] = {}
-    unpacked: dict[str, torch.Tensor] = {}
-    methods = methods_by_layer(plan, steps)
-    tasks = {t.name: t for s in steps for t in s.tasks if t.name in methods}
-    smoothed = smooth(block, states, plan, tasks, settings.memory, settings.device, lambda s: advance(_tokens(s)))
-    stored = dict(smoothed.tensors)
-    peers = None
-    for sets in _waves(block, steps, settings.memory):
-        watch = Watch(sets, device=settings.device, peers=peers)
-        for state in block.show_all(states, watch, sets):
-            advance(_tokens(state))
+def _in_turn(
+    block: Block, steps: Sequence[Step], sets: Sequence[tuple[str, ...]], states: Activations, watch: Watch,
+    plan: Plan, methods: dict[str, Method], settings: Settings, advance: Callable[[int], None],
+) -> Chosen:  # fmt: skip
+    """One run of all states: each layer's codes are chosen on inputs from the layers before it as they are served."""
+    chosen = Chosen({}, {}, {})
+    tokens = sum(_tokens(s) for s in states)
+    for i, names in enumerate(stages(block, states, sets, watch, settings.memory)):
         watch.check_finite()
-        peers = watch.peers or None
-        here = [s for s in steps if any(s.tasks[0].name in names for names in sets)]
-        foreign = ask_modelopt(block, states, here, sets, methods)
-        for names in sets:
-            hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
-            for step in (s for s in steps if s.tasks[0].name in names):
-                tensors, facts, weights = choose_codes(step, block, hessian, plan, methods, factors, foreign)
-                stored |= tensors
-                layers |= facts
-                unpacked |= weights
-    for name, facts in smoothed.facts.items():
-        layers[name]["smoothing"] = facts
-    for name, w_OI in unpacked.items():  # after all waves: how many there were must not show in the codes
+        hessian, factors = watch.hessian(names, block.shape(names[0])[1]), Factors()
+        watch.forget(names)
+        for step in (s for s in steps if s.tasks[0].name in names):
+            found = choose_codes(step, block, hessian, plan, methods, factors, {})
+            for name, w_OI in found.weights.items():
+                block.replace(name, w_OI)
+            found.weights.clear()
+            chosen.add(found)
+        advance(tokens * (i + 1) // (len(sets) + 1) - tokens * i // (len(sets) + 1))
+    advance(tokens - tokens * len(sets) // (len(sets) + 1))
+    return chosen
+
+
+def _at_once(
+    block: Block, steps: Sequence[Step], sets: Sequence[tuple[str, ...]], states: Activations, watch: Watch,
+    plan: Plan, methods: dict[str, Method], settings: Settings, advance: Callable[[int], None],
+) -> Chosen:  # fmt: skip
+    """Two runs and more: all codes are chosen on the block as it was, since its experts come and go."""
+    chosen = Chosen({}, {}, {})
+    peers = None
+    for i, wave in enumerate(_waves(block, steps, sets, settings.memory)):
+        shown = Watch(wave, device=settings.device, peers=peers)
+        for state in block.show_all(states, shown, wave):
+            advance(_tokens(state) // 2 if i == 0 else 0)
+        shown.check_finite()
+        peers = shown.peers or None
+        here = [s for s in steps if any(s.tasks[0].name in names for names in wave)]
+        foreign = ask_modelopt(block, states, here, wave, methods)
+        for names in wave:
+            hessian, factors = shown.hessian(names, block.shape(names[0])[1]), Factors()
+            for step in (s for s in here if s.tasks[0].name in names):
+                chosen.add(choose_codes(step, block, hessian, plan, methods, factors, foreign))
+    for name, w_OI in chosen.weights.items():  # after all waves: how many there were must not show in the codes
         block.replace(name, w_OI)
-    if stored:
-        write_tensors(folder.block_file(block.index), fused_tensors(stored, steps))
-    return layers, smoothed.changed
+    chosen.weights.clear()
+    for i, state in block.run_all(states, observe=watch):
+        states[i] = state
+        advance(_tokens(state) - (_tokens(state) // 2 if sets else 0))
+    return chosen
 
 
 def methods_by_layer(plan: Plan, steps: Sequence[Step]) -> dict[str, Method]:
@@ -222,9 +247,10 @@ def _tokens(state: State) -> int:
     return int(state.hidden.shape[0] * state.hidden.shape[1])
 
 
-def _waves(block: Block, steps: Sequence[Step], memory: int) -> Iterator[list[tuple[str, ...]]]:
+def _waves(
+    block: Block, steps: Sequence[Step], sets: Sequence[tuple[str, ...]], memory: int
+) -> Iterator[list[tuple[str, ...]]]:
     """Sets of layers with one input each, so many at a time that their Hessians fit into the memory."""
-    wanted = {t.name for s in steps for t in s.tasks}
     copied = {t.name for s in steps for t in modelopt_layers(s)}  # with Hessians of its own
 
     def size(names: tuple[str, ...]) -> int:
@@ -232,4 +258,4 @@ def _waves(block: Block, steps: Sequence[Step], memory: int) -> Iterator[list[tu
         copies = sum(4 * (block.shape(n)[0] + inputs) * inputs for n in copied.intersection(names))
         return 4 * inputs**2 + copies
 
-    return in_waves((names for names in block.linears() if wanted & set(names)), size, memory)
+    return in_waves(sets, size, memory)

@@ -34,7 +34,7 @@ from quantkit.quantize.overlay import WEIGHTS
 
 RUN, JOURNAL, RESULT = "run.json", "journal", "calibration.json"
 ACTIVATIONS, SAMPLES = "activations", "samples"
-VERSION = 3  # raised when the same run would give other bytes, or its files mean something else
+VERSION = 4  # raised when the same run would give other bytes, or its files mean something else
 
 # dtype as safetensors names it, shape, and the bytes
 Stored = tuple[str, tuple[int, ...], NDArray[Any]]

@@ -82,9 +82,7 @@ def calibrate_command(
     begun = time.monotonic()
     try:
         layers = int(text_config(plan.source.config)["num_hidden_layers"]) + asks_mtp(plan)
-        methods = {r.method.name for r in plan.recipe.weights if r.method is not None and r.method.calibrated}
-        passes = 1 + bool(methods) + ("awq" in methods)
-        with progress("calibrate", int(read.ids_NL.size) * layers * passes, unit="tokens") as advance:
+        with progress("calibrate", int(read.ids_NL.size) * layers, unit="tokens") as advance:
             result = calibrate_into(out, plan, read, settings, min_expert_tokens=min_expert_tokens, advance=advance)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: run the same command again to go on\n")
