@@ -6,7 +6,8 @@ that hold a NaN or infinity are left out and counted; whether there were too man
     H = 2 / n sum_t x_t x_t^T        a running mean, so that no number of tokens overflows it
 
 is the Hessian of a layer's squared output error in each row of its weight (E. Frantar et al., GPTQ, arXiv 2210.17323).
-It is symmetric: only blocks on and above the diagonal are added up, in float32. A routed expert sees few tokens, too
+It is symmetric: only blocks on and above the diagonal are added up, in float32; of bfloat16 inputs by the processor's
+own dot product where it has one. A routed expert sees few tokens, too
 few for d x d numbers; `blend` mixes what it saw with what all experts of its layer saw, as `kappa` tokens of those.
 
 Shape suffixes: T tokens, I inputs.
@@ -17,7 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+from quantkit.kernels.cpu.gram import add_gram, available
 from quantkit.kernels.errors import QuantkitError
 from torch import Tensor
 
@@ -58,15 +61,21 @@ class HessianSum:
     def update(self, x_TI: Tensor) -> None:
         """Add tokens; any float dtype, products in float32."""
         _check_width(x_TI, self.inputs)
-        x_TI, dropped = finite_rows(x_TI.to(self.device, torch.float32))
+        fast = x_TI.dtype == torch.bfloat16 and x_TI.device.type == self._upper_II.device.type == "cpu" and available()
+        x_TI, dropped = finite_rows(x_TI if fast else x_TI.to(self.device, torch.float32))
         self.dropped += dropped
         if not len(x_TI):
             return
         total = self.tokens + len(x_TI)
-        for at in range(0, self.inputs, _BLOCK):
-            part = self._upper_II[at : at + _BLOCK, at:]
-            part.addmm_(x_TI[:, at : at + _BLOCK].T, x_TI[:, at:], beta=self.tokens / total, alpha=2 / total)
+        keep, part = self.tokens / total, 2 / total
         self.tokens = total
+        if fast:
+            bits_TI = x_TI.contiguous().view(torch.int16).numpy().view(np.uint16)
+            add_gram(bits_TI, keep, part, self._upper_II.numpy(), torch.get_num_threads())
+            return
+        for at in range(0, self.inputs, _BLOCK):
+            rows = self._upper_II[at : at + _BLOCK, at:]
+            rows.addmm_(x_TI[:, at : at + _BLOCK].T, x_TI[:, at:], beta=keep, alpha=part)
 
     def merge(self, other: HessianSum) -> None:
         """Add what another record has seen."""

@@ -17,10 +17,11 @@ def close(a, b):
     return bool((np.abs(a.double().numpy() - b) <= 1e-5 * scale).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [1, 40, 1100])  # more than two blocks of products
-def test_hessian_is_the_mean_of_outer_products_however_it_comes(inputs):
-    x = tokens(60, inputs)
-    expected = oracle.hessian(x.numpy())
+def test_hessian_is_the_mean_of_outer_products_however_it_comes(inputs, dtype):
+    x = tokens(60, inputs).to(dtype)
+    expected = oracle.hessian(x.float().numpy())
     whole = HessianSum(inputs)
     whole.update(x)
     parts = HessianSum(inputs)
