@@ -1,8 +1,8 @@
 """GPTQ's inner loops on the CPU: one block of columns of many rows at a time.
 
 A block of at most a few hundred columns is worked through column by column, 64 rows side by side: a tile holds weight c
-of row r at `tile[c * LANES + r]`, so that rounding and the correction of the columns to the right are plain contiguous
-loops. What the block does to all columns beyond it is one matrix product, which the caller leaves to BLAS.
+of row r at `tile[c * LANES + r]`. A column is corrected for all before it when its turn comes, in four registers. What
+the block does to all columns beyond it is one matrix product, which the caller leaves to BLAS.
 
     gptq_block     E. Frantar et al., GPTQ (arXiv 2210.17323): round a column, pass its error on to the columns not yet
                    rounded, by a row of the upper Cholesky factor of the inverse Hessian
@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from quantkit.kernels.cpu import simd
 from quantkit.kernels.cpu.convert import bits_of_f32, f32_of_bits
 
 F32 = NDArray[np.float32]
@@ -80,10 +81,21 @@ def _gather(x_RG: F32, first: int, lanes: int, group: int, fill: np.float32, out
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _subtract(tile: F32, column: int, factor: np.float32, e_L: F32) -> None:
-    at = np.uint64(column * LANES)
-    for r in range(np.uint64(LANES)):
-        tile[at + r] -= factor * e_L[r]
+def _catch_up(tile: F32, column: int, factor_C: F32, before: F32) -> None:
+    """What the columns before this one do to it: minus factor_C[k] * column k of `before`, one after another."""
+    at = column * LANES
+    a, b = simd.load_f32(tile, at), simd.load_f32(tile, at + 16)
+    c, d = simd.load_f32(tile, at + 32), simd.load_f32(tile, at + 48)
+    for k in range(column):
+        f, e = simd.splat(factor_C[k]), k * LANES
+        a = simd.sub(a, simd.mul(f, simd.load_f32(before, e)))
+        b = simd.sub(b, simd.mul(f, simd.load_f32(before, e + 16)))
+        c = simd.sub(c, simd.mul(f, simd.load_f32(before, e + 32)))
+        d = simd.sub(d, simd.mul(f, simd.load_f32(before, e + 48)))
+    simd.store(tile, at, a)
+    simd.store(tile, at + 16, b)
+    simd.store(tile, at + 32, c)
+    simd.store(tile, at + 48, d)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -100,8 +112,10 @@ def gptq_block(
     error_RC  out: (w - hat) / U_cc; the caller lets W_later -= error @ U[block, later]
     """
     columns = w_RC.shape[1]
-    tile, hats, errors = np.empty((3, columns * LANES), np.float32)
-    scale_L, zero_L = np.empty((2, LANES), np.float32)
+    factor_CC = upper_CC.T.copy()
+    work = np.empty((3, columns * LANES), np.float32)
+    tile, hats, errors = work[0], work[1], work[2]  # unpacked, they would no longer be known to be contiguous
+    scale_L, zero_L = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, w_RC.shape[0], LANES):
         lanes = min(LANES, w_RC.shape[0] - first)
         _load(w_RC, first, lanes, tile)
@@ -111,11 +125,10 @@ def gptq_block(
                 _gather(zero_RG, first, lanes, group_C[c], np.float32(0), zero_L)
             here = slice(c * LANES, (c + 1) * LANES)
             w_L, hat_L, e_L = tile[here], hats[here], errors[here]
+            _catch_up(tile, c, factor_CC[c], errors)
             _round(w_L, scale_L, zero_L, fp4, hat_L)
             for r in range(LANES):
                 e_L[r] = (w_L[r] - hat_L[r]) / upper_CC[c, c]
-            for k in range(c + 1, columns):
-                _subtract(tile, k, upper_CC[c, k], e_L)
         _store(hats, first, lanes, hat_RC)
         _store(errors, first, lanes, error_RC)
 
@@ -132,8 +145,10 @@ def descend_block(
     Others as `gptq_block`.
     """
     columns = hat_RC.shape[1]
-    tile, hats, moved = np.empty((3, columns * LANES), np.float32)
-    scale_L, zero_L, goal_L, new_L = np.empty((4, LANES), np.float32)
+    work = np.empty((3, columns * LANES), np.float32)
+    tile, hats, moved = work[0], work[1], work[2]  # unpacked, they would no longer be known to be contiguous
+    scale_L, zero_L = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    goal_L, new_L = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, hat_RC.shape[0], LANES):
         lanes = min(LANES, hat_RC.shape[0] - first)
         _load(slope_RC, first, lanes, tile)
@@ -144,13 +159,12 @@ def descend_block(
                 _gather(zero_RG, first, lanes, group_C[c], np.float32(0), zero_L)
             here = slice(c * LANES, (c + 1) * LANES)
             slope_L, hat_L, moved_L = tile[here], hats[here], moved[here]
+            _catch_up(tile, c, h_CC[c], moved)
             for r in range(LANES):
                 goal_L[r] = hat_L[r] + slope_L[r] / h_CC[c, c]
             _round(goal_L, scale_L, zero_L, fp4, new_L)
             for r in range(LANES):
                 moved_L[r] = new_L[r] - hat_L[r]
                 hat_L[r] = new_L[r]
-            for k in range(columns):
-                _subtract(tile, k, h_CC[c, k], moved_L)
         _store(hats, first, lanes, hat_RC)
         _store(moved, first, lanes, moved_RC)

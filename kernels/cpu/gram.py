@@ -65,7 +65,7 @@ def _dot_plain(builder: Any, sums: Any, a: Any, b: Any) -> Any:
 
 @simd.operation
 def _dot(typing: Any, sums: Any, a: Any, b: Any) -> Any:
-    """sums + a * b of the two bfloat16 in each word, lane by lane: 16 float32, two times 16 words."""
+    """Add a * b to sums, of the two bfloat16 in each word, lane by lane: 16 float32, two times 16 words."""
     floats, words = simd.Vector("f", simd.LANES), simd.Vector("i", simd.LANES)
     dot = _dot_instruction if available() else _dot_plain
     return floats(floats, words, words), lambda context, builder, sig, args: dot(builder, *args)
@@ -100,7 +100,7 @@ def _lay_out(x_TI: U16, first: int, last: int, panels_PW: I32) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _tile(a_W: I32, b_W: I32, row: int, first: int, last: int, out: F32) -> None:
-    """Add the sums of columns row .. row + 7 of one panel with all of another, [8, 48], over words first .. last - 1."""
+    """Add the sums of columns row .. row + 7 of one panel with all of another, [8, 48], over words from `first` on."""
     zero = simd.splat(np.float32(0))
     s00 = s01 = s02 = s10 = s11 = s12 = s20 = s21 = s22 = s30 = s31 = s32 = zero
     s40 = s41 = s42 = s50 = s51 = s52 = s60 = s61 = s62 = s70 = s71 = s72 = zero
@@ -156,7 +156,7 @@ def _tiles(panels_PW: I32, number: int, step: int, keep: np.float32, share: np.f
 
 
 def add_gram(x_TI: U16, keep: float, part: float, h_II: F32, threads: int) -> None:
-    """h = keep * h + part * X^T X, on and above the diagonal; what is below it loses its meaning.
+    """Make h to keep * h + part * X^T X, on and above the diagonal; what is below it loses its meaning.
 
     x_TI  bits of finite bfloat16, C-contiguous;  h_II  float32, C-contiguous
 

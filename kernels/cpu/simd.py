@@ -61,7 +61,7 @@ def _undefined(value: Any) -> ir.Constant:
     return ir.Constant(value.type, ir.Undefined)
 
 
-def _spread(builder: Any, scalar: Any, width: int) -> Any:
+def spread(builder: Any, scalar: Any, width: int) -> Any:
     """A scalar in every lane."""
     empty = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
     one = builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
@@ -133,13 +133,13 @@ def store(typing: Any, array: Any, at: Any, v: Any) -> Any:
 @operation
 def splat(typing: Any, x: Any) -> Any:
     """A float32 in 16 lanes."""
-    return _F16(types.float32), lambda context, builder, sig, args: _spread(builder, args[0], LANES)
+    return _F16(types.float32), lambda context, builder, sig, args: spread(builder, args[0], LANES)
 
 
 @operation
 def splat_i32(typing: Any, x: Any) -> Any:
     """An int32 in 16 lanes."""
-    return _I16(types.int32), lambda context, builder, sig, args: _spread(builder, args[0], LANES)
+    return _I16(types.int32), lambda context, builder, sig, args: spread(builder, args[0], LANES)
 
 
 @operation
@@ -209,7 +209,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 def _shift(build: Callable[[Any, Any, Any], Any]) -> Any:
     def shift(typing: Any, v: Any, bits: Any) -> Any:
         def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return build(builder, args[0], _spread(builder, builder.trunc(args[1], _I32), v.width))
+            return build(builder, args[0], spread(builder, builder.trunc(args[1], _I32), v.width))
 
         return v(v, types.intp), code
 

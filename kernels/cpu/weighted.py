@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from quantkit.kernels.cpu import lanes, simd
 from quantkit.kernels.cpu.convert import (
     bits_of_f32,
     e4m3_code_to_f32,
@@ -43,16 +44,24 @@ def stored_scale(scale: np.float32, half: bool) -> np.float32:
     return stored_value(stored_bits(scale, half), half)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
-def _fit(w_N: F32, h_N: F32, inverse: np.float32) -> tuple[np.float32, np.float32]:
-    """<w, q>_h and <q, q>_h of the codes under 1 / `inverse`."""
-    wq, qq = np.float32(0), np.float32(0)
-    for i in range(w_N.size):
-        q = min(max(np.rint(w_N[i] * inverse), np.float32(-8)), np.float32(7))
-        hq = h_N[i] * q
-        wq += hq * w_N[i]
-        qq += hq * q
-    return wq, qq
+@njit(nogil=True, cache=True, error_model="numpy")
+def _fits(w_N: F32, h_N: F32, inverse_K: F32, wq_K: F32, qq_K: F32) -> None:
+    """<w, q>_h and <q, q>_h of the codes under 1 / inverse_K, 32 scales side by side."""
+    low, high = np.float32(-8), np.float32(7)
+    for k in range(0, inverse_K.size, 32):
+        inverse_a, inverse_b = simd.load_f32(inverse_K, k), simd.load_f32(inverse_K, k + 16)
+        wq_a = wq_b = qq_a = qq_b = simd.splat(np.float32(0))
+        for i in range(w_N.size):
+            w, h = simd.splat(w_N[i]), simd.splat(h_N[i])
+            q_a = lanes.clamp(simd.nearest(simd.mul(w, inverse_a)), low, high)
+            q_b = lanes.clamp(simd.nearest(simd.mul(w, inverse_b)), low, high)
+            hq_a, hq_b = simd.mul(h, q_a), simd.mul(h, q_b)
+            wq_a, wq_b = simd.fma(hq_a, w, wq_a), simd.fma(hq_b, w, wq_b)
+            qq_a, qq_b = simd.fma(hq_a, q_a, qq_a), simd.fma(hq_b, q_b, qq_b)
+        simd.store(wq_K, k, wq_a)
+        simd.store(wq_K, k + 16, wq_b)
+        simd.store(qq_K, k, qq_a)
+        simd.store(qq_K, k + 16, qq_b)
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
@@ -93,7 +102,9 @@ def _group(w_I: F32, h_I: F32, start: int, w_N: F32, h_N: F32) -> tuple[np.float
 @njit(nogil=True, cache=True, error_model="numpy")
 def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> None:
     """Values of the stored signed scales of symmetric int4; finite weights, h >= 0."""
-    w_N, h_N = np.empty((2, group), np.float32)
+    w_N, h_N = np.empty(group, np.float32), np.empty(group, np.float32)
+    tried = np.empty((3, 2 * _STEPS.size), np.float32)
+    inverse_K, wq_K, qq_K = tried[0], tried[1], tried[2]
     tries = np.empty(3, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
@@ -102,12 +113,14 @@ def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> N
                 scale_RG[r, g] = 1
                 continue
             start = np.float32(-0.125) if high == largest else np.float32(0.125)
-            score, fitted = np.float32(-1), start
             for k in range(_STEPS.size):
-                for sign in (np.float32(1), np.float32(-1)):
-                    wq, qq = _fit(w_N, h_N, sign / (start * _STEPS[k]))
-                    if qq > 0 and wq * wq / qq > score:
-                        score, fitted = wq * wq / qq, wq / qq
+                inverse_K[2 * k] = np.float32(1) / (start * _STEPS[k])
+                inverse_K[2 * k + 1] = -inverse_K[2 * k]
+            _fits(w_N, h_N, inverse_K, wq_K, qq_K)
+            score, fitted = np.float32(-1), start
+            for k in range(inverse_K.size):
+                if qq_K[k] > 0 and wq_K[k] * wq_K[k] / qq_K[k] > score:
+                    score, fitted = wq_K[k] * wq_K[k] / qq_K[k], wq_K[k] / qq_K[k]
             tries[0], tries[1], tries[2] = largest / np.float32(7.5), start * largest, fitted * largest
             best, scale_RG[r, g] = np.float32(np.inf), stored_scale(tries[0], half)
             for k in range(3):
@@ -120,7 +133,7 @@ def int4_scales(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32) -> N
 @njit(nogil=True, cache=True, error_model="numpy")
 def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32, zero_RG: I8) -> None:
     """Values of the stored scales, and zero points -8..7."""
-    w_N, h_N = np.empty((2, group), np.float32)
+    w_N, h_N = np.empty(group, np.float32), np.empty(group, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(scale_RG.shape[1]):
             largest, low, high = _group(w_RI[r], h_I, g * group, w_N, h_N)
@@ -142,7 +155,7 @@ def int4_scales_asym(w_RI: F32, h_I: F32, group: int, half: bool, scale_RG: F32,
 @njit(nogil=True, cache=True, error_model="numpy")
 def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, code_RG: U8) -> None:
     """e4m3 codes of the block scales under the multiplier `scale_2`."""
-    w_N, h_N = np.empty((2, 16), np.float32)
+    w_N, h_N = np.empty(16, np.float32), np.empty(16, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
             largest, _, _ = _group(w_RI[r], h_I, g * 16, w_N, h_N)
@@ -160,7 +173,7 @@ def nvfp4_scales(w_RI: F32, h_I: F32, scale_2: np.float32, code_RG: U8) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def mxfp4_scales(w_RI: F32, h_I: F32, code_RG: U8) -> None:
     """e8m0 codes of the block scales."""
-    w_N, h_N = np.empty((2, 32), np.float32)
+    w_N, h_N = np.empty(32, np.float32), np.empty(32, np.float32)
     for r in range(w_RI.shape[0]):
         for g in range(code_RG.shape[1]):
             largest, _, _ = _group(w_RI[r], h_I, g * 32, w_N, h_N)

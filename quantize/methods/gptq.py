@@ -39,7 +39,7 @@ from quantkit.quantize.methods.grid import F32, Grid, Rule, decoded, make_grid, 
 from quantkit.quantize.methods.threads import side_by_side
 from torch import Tensor
 
-ROWS = 128  # of a chunk
+ROWS = 320  # of a chunk at most: fewer are done before the matrix products are efficient
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,9 @@ def quantize(
             "a weight is not a finite number", value=f"NaN or infinity in row {int(bad_O.nonzero()[0])}"
         )
     args = (factor, scheme, half, amax, options)
-    return _joined(side_by_side([partial(_rows, chunk_OI, *args) for chunk_OI in torch.split(w_OI, ROWS)]))
+    pieces = 2 * -(-len(w_OI) // (2 * ROWS))  # an even number: two threads end together
+    chunks = torch.split(w_OI, -(-len(w_OI) // pieces))
+    return _joined(side_by_side([partial(_rows, chunk_OI, *args) for chunk_OI in chunks]))
 
 
 def _rows(
