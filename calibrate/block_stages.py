@@ -78,7 +78,8 @@ def stages(
     """Yield each of `sets` (of `Block.linears`, none inside experts) when the observer was shown its input in full.
 
     What the caller puts into the block then is what runs. The observer is shown everything else as well, once, and the
-    states are what leaves the block at the end. `memory` bytes may be held by batches that stand still.
+    states are what leaves the block at the end. `memory` bytes may be held by batches that stand still. Until the last
+    set no other model of transformers may run in this process.
     """
     left = list(sets)
     room = max(1, memory // _held(block, states[0], sets))

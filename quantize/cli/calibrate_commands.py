@@ -16,6 +16,7 @@ from quantkit.export.checkpoint import open_checkpoint, text_config
 from quantkit.kernels.errors import QuantkitError
 from quantkit.quantize.cli import show
 from quantkit.quantize.cli.commands import emit, load_plan, parse_bytes, peak_memory
+from quantkit.quantize.cli.process import settle
 
 if TYPE_CHECKING:
     from quantkit.calibrate.kv_errors import LayerError
@@ -24,14 +25,15 @@ METRICS = ("kl", "perplexity_ratio", "top1")
 KV_METRICS = ("kv_error", "kv_clipped")
 
 
-def check_installed() -> None:
-    """Raise QuantkitError when what runs a model is not installed."""
-    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+def ready() -> None:
+    """Get the process ready to run a model, before torch is imported; raise QuantkitError when something is missing."""
+    missing = [name for name in ("torch", "transformers", "safetensors", "greenlet") if find_spec(name) is None]
     if missing:
         raise QuantkitError(
             "running a model needs more than quantising it", value=f"not installed: {', '.join(missing)}",
             hint="pip install 'quantkit[calibrate]'",
         )  # fmt: skip
+    settle()
 
 
 def text_source(text: str | None, dataset: str | None) -> str | None:
@@ -60,7 +62,7 @@ def calibrate_command(
     min_expert_tokens: int, as_json: bool,
 ) -> None:  # fmt: skip
     """`quantkit calibrate`."""
-    check_installed()
+    ready()
     import torch
     from quantkit.calibrate.blocks import fast_dtype
     from quantkit.calibrate.tokens import read_samples
@@ -99,7 +101,7 @@ def evaluate_command(
     trust_remote_code: bool,
 ) -> None:  # fmt: skip
     """`quantkit evaluate`: exit status 1 when a gate is missed."""
-    check_installed()
+    ready()
     from quantkit.calibrate.tokens import read_samples
     from quantkit.quantize.evaluation import compare_checkpoints
     from quantkit.quantize.progress import progress

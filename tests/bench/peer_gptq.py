@@ -38,7 +38,9 @@ def main() -> None:
         model=model,
         dataset=Dataset.from_list(rows),
         recipe=GPTQModifier(
-            config_groups={"group_0": {"targets": ["Linear"], "weights": weights}}, ignore=["lm_head"], actorder="static"
+            config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+            ignore=["lm_head"],
+            actorder="static",
         ),
         max_seq_length=ids.shape[1],
         num_calibration_samples=len(ids),
