@@ -27,6 +27,9 @@ HELD = 6  # hidden states that a batch holds beside the widest input: residual, 
 Names = tuple[str, ...]
 
 
+Show = Callable[[Observer], None]  # shows an observer what there is to see
+
+
 class _Reports:
     """The observer of the model's forward: hands what it is shown, as a call on an observer, to whoever runs it."""
 
@@ -40,7 +43,7 @@ class _Reports:
         _report(None, lambda observe: observe.latent(layer, row_TC))
 
 
-def _report(at: Names | None, show: Callable[[Observer], None]) -> None:
+def _report(at: Names | None, show: Show) -> None:
     getcurrent().parent.switch((at, show))  # type: ignore[union-attr]
 
 
@@ -49,9 +52,10 @@ class _Run:
 
     def __init__(self, block: Block, state: State) -> None:
         self._greenlet = greenlet(lambda: block.step(state))
+        self.at: Names = ()  # the set that is next
         self.output: State | None = None
 
-    def to(self, sets: Collection[Names], observe: Observer | None) -> Callable[[Observer], None] | None:
+    def to(self, sets: Collection[Names], observe: Observer | None) -> Show | None:
         """Go on until one of the sets is next, and return what shows its input; None: the block is left.
 
         What comes before it is shown to `observe`.
@@ -61,9 +65,11 @@ class _Run:
             if self._greenlet.dead:
                 self.output = got
                 return None
+            at: Names | None
+            show: Show
             at, show = got
             if at in sets:
-                self.at: Names = at
+                self.at = at
                 return show
             if observe is not None:
                 show(observe)

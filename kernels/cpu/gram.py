@@ -28,7 +28,7 @@ _STEP = 128 * _WIDTH  # words of a panel that are summed up at once: 256 tokens,
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), simd.LANES), ir.VectorType(ir.IntType(32), simd.LANES)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not name."""
 
     def _to_string(self) -> str:
@@ -57,8 +57,8 @@ def _dot_instruction(builder: Any, sums: Any, a: Any, b: Any) -> Any:
 def _dot_plain(builder: Any, sums: Any, a: Any, b: Any) -> Any:
     """For every other CPU: right, not fast."""
     half, high = (ir.Constant(_WORDS, [n] * simd.LANES) for n in (16, 0xFFFF0000))
-    for widened in (lambda x: builder.shl(x, half), lambda x: builder.and_(x, high)):
-        factors = [builder.bitcast(widened(x), _FLOATS) for x in (a, b)]
+    for widen_, by in ((builder.shl, half), (builder.and_, high)):
+        factors = [builder.bitcast(widen_(x, by), _FLOATS) for x in (a, b)]
         sums = simd.call(builder, "llvm.fma.v16f32", _FLOATS, [*factors, sums])
     return sums
 
