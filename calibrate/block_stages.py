@@ -10,7 +10,7 @@ Letters: T tokens, I inputs, H KV heads, Q query heads, D head values, C values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,8 +52,8 @@ class _Run:
 
     def __init__(self, block: Block, state: State) -> None:
         self._greenlet = greenlet(lambda: block.step(state))
-        self.at: Names = ()  # the set that is next
-        self.output: State | None = None
+        self.at: Names = ()  # the set that is next; none when the block is left
+        self.output = state  # what leaves the block, then
 
     def to(self, sets: Collection[Names], observe: Observer | None) -> Show | None:
         """Go on until one of the sets is next, and return what shows its input; None: the block is left.
@@ -63,7 +63,7 @@ class _Run:
         while True:
             got = self._greenlet.switch()
             if self._greenlet.dead:
-                self.output = got
+                self.at, self.output = (), got
                 return None
             at: Names | None
             show: Show
@@ -94,27 +94,23 @@ def stages(
         passed: list[Names] = []
         try:
             while True:
-                shown = [run.to(sets, observe) for run in runs]
-                if shown[0] is None:
+                for i, run in enumerate(runs):
+                    show = run.to(sets, observe)
+                    if show is not None:
+                        show(observe)
+                    else:
+                        states[i] = run.output
+                if not runs[0].at:
                     break
-                names = runs[0].at
-                for show in shown:
-                    assert show is not None
-                    show(observe)
-                shown.clear()
+                passed.append(runs[0].at)
                 for i in range(len(runs), len(states)):
-                    _show_again(block, states[i], (*passed, names), observe)
-                yield names
-                passed.append(names)
-                left.remove(names)
-            for i, run in enumerate(runs):
-                assert run.output is not None
-                states[i] = run.output
+                    _show_again(block, states[i], passed, observe)
+                yield passed[-1]
+                left.remove(passed[-1])
             for i in range(len(runs), len(states)):
                 run = _Run(block, states[i])
                 while run.to(sets, observe) is not None:
                     pass
-                assert run.output is not None
                 states[i] = run.output
         finally:
             for run in runs:
@@ -122,7 +118,7 @@ def stages(
     yield from left  # a forward that never comes there
 
 
-def _show_again(block: Block, state: State, way: tuple[Names, ...], observe: Observer) -> None:
+def _show_again(block: Block, state: State, way: Sequence[Names], observe: Observer) -> None:
     """Start a batch anew and show the input of the last set of the way."""
     run = _Run(block, state)
     show = None

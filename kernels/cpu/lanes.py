@@ -88,20 +88,6 @@ def repeat(array: NDArray[np.float32], at: int, each: int) -> Any:
     return repeat_16(array, at)
 
 
-@simd.operation
-def clamp(typing: Any, v: Any, low: Any, high: Any) -> Any:
-    """Float32 lanes, those below `low` (a float32) and above `high` replaced by it; NaN stays."""
-
-    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        x = args[0]
-        for bound, beyond in zip(args[1:], "<>", strict=True):
-            limit = simd.spread(builder, bound, v.width)
-            x = builder.select(builder.fcmp_ordered(beyond, x, limit), limit, x)
-        return x
-
-    return v(v, types.float32, types.float32), build
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def aligned_zeros(size: int) -> NDArray[np.float32]:
     """Zeros that begin at a cache line: a vector that lies in two lines costs two accesses."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from quantkit.kernels.cpu import lanes, simd
+from quantkit.kernels.cpu import simd
 from quantkit.kernels.cpu.convert import (
     bits_of_f32,
     e4m3_code_to_f32,
@@ -47,14 +47,14 @@ def stored_scale(scale: np.float32, half: bool) -> np.float32:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _fits(w_N: F32, h_N: F32, inverse_K: F32, wq_K: F32, qq_K: F32) -> None:
     """<w, q>_h and <q, q>_h of the codes under 1 / inverse_K, 32 scales side by side."""
-    low, high = np.float32(-8), np.float32(7)
+    low, high = simd.splat(np.float32(-8)), simd.splat(np.float32(7))
     for k in range(0, inverse_K.size, 32):
         inverse_a, inverse_b = simd.load_f32(inverse_K, k), simd.load_f32(inverse_K, k + 16)
         wq_a = wq_b = qq_a = qq_b = simd.splat(np.float32(0))
         for i in range(w_N.size):
             w, h = simd.splat(w_N[i]), simd.splat(h_N[i])
-            q_a = lanes.clamp(simd.nearest(simd.mul(w, inverse_a)), low, high)
-            q_b = lanes.clamp(simd.nearest(simd.mul(w, inverse_b)), low, high)
+            q_a = simd.minimum(simd.maximum(simd.nearest(simd.mul(w, inverse_a)), low), high)
+            q_b = simd.minimum(simd.maximum(simd.nearest(simd.mul(w, inverse_b)), low), high)
             hq_a, hq_b = simd.mul(h, q_a), simd.mul(h, q_b)
             wq_a, wq_b = simd.fma(hq_a, w, wq_a), simd.fma(hq_b, w, wq_b)
             qq_a, qq_b = simd.fma(hq_a, q_a, qq_a), simd.fma(hq_b, q_b, qq_b)
