@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import QuantScheme
-from quantkit.quantize.methods import gptq
+from quantkit.quantize.methods.best import losses
 from quantkit.quantize.methods.grid import make_grid, nearest_to
 from torch import Tensor
 
@@ -135,5 +135,5 @@ def _loss(h_II: Tensor, weights: Sequence[Tensor], s_I: Tensor, scheme: QuantSch
     for w_OI, scaled_OI in zip(weights, scaled, strict=True):
         grid = make_grid(scaled_OI.cpu().contiguous().numpy(), scheme, "search", None, half=half, amax=amax)
         d_OI = w_OI - nearest_to(grid, scaled_OI) / s_I
-        loss += float(gptq.losses(d_OI, h_II)[0].sum())
+        loss += float(losses(d_OI, h_II)[0].sum())
     return loss

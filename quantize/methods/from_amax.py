@@ -21,7 +21,8 @@ from quantkit.kernels.cpu.rows import (
 )
 from quantkit.kernels.float8 import dequantize, spread_blocks
 from quantkit.kernels.scheme import QuantScheme
-from quantkit.quantize.methods.gptq import Quantized, losses
+from quantkit.quantize.methods.best import losses
+from quantkit.quantize.methods.gptq import Quantized
 from quantkit.quantize.methods.grid import Grid, decoded, make_grid, nearest_to, parts_of, saturated
 from torch import Tensor
 

@@ -14,8 +14,8 @@ A row that none of this makes better than the data-free search keeps that. Where
 strongest damping, so does the whole matrix, and `fallback` says why. Columns of inputs that were never different from
 zero (`dead`) are rounded to nearest.
 
-Rows do not know of one another once there is a factor: they are worked on in chunks of a fixed size, which keeps a
-chunk in the cache, the memory small, and the result the same on any number of threads. The matrix products run on the
+Rows do not know of one another once there is a factor: they are worked on in chunks of a fixed size, which keeps
+the memory small and the result the same on any number of threads. The matrix products run on the
 device of the Hessian, the inner loops on the CPU.
 Shape suffixes: O outputs (of a chunk, where a function is given one), I inputs, G groups.
 """
@@ -33,8 +33,8 @@ from quantkit.kernels.cpu.rows import RowParts
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.linalg import LADDER, damped_factor
 from quantkit.kernels.scheme import QuantScheme
+from quantkit.quantize.methods.best import Best, least, losses
 from quantkit.quantize.methods.clip import clipped
-from quantkit.quantize.methods.descent import sweep
 from quantkit.quantize.methods.grid import F32, Grid, Rule, decoded, make_grid, nearest_to, parts_of, saturated
 from quantkit.quantize.methods.threads import side_by_side
 from torch import Tensor
@@ -167,10 +167,11 @@ def _rows(
     """Quantise the rows of one chunk."""
     w = w_OI.cpu().numpy()
     searched = make_grid(w, scheme, "search", None, half=half, amax=amax)
-    best = _Best(w_OI, factor.h_II, searched)
+    best = Best(w_OI, factor.h_II, searched)
     best.offer(nearest_to(searched, w_OI), searched)
     plain_O = best.loss_O
     costs = _costs(factor)
+    tried: list[tuple[Tensor, Tensor, Grid]] = []
     for rule in options.rules:
         if rule == "search":
             grid = searched
@@ -180,9 +181,14 @@ def _rows(
             continue
         else:
             grid = make_grid(w, scheme, rule, costs, half=half, amax=amax)
-        best.offer(_compensated(w_OI, factor, grid, options.block), grid)
+        if factor.upper_II is None:
+            best.offer(nearest_to(grid, w_OI), grid)
+        else:
+            tried.append((*_compensated(w_OI, factor, grid, options.block), grid))
+    if tried:
+        best.offer(*least(tried))
     for _ in range(0 if factor.upper_II is None else options.sweeps):
-        best.sweep(factor, options.block)
+        best.sweep(factor.added_I, options.block)
     parts = parts_of(best.grid, w, best.hat_OI.cpu().contiguous().numpy())
     return Quantized(
         parts=parts,
@@ -220,41 +226,6 @@ def _joined(chunks: Sequence[Quantized]) -> Quantized:
     )
 
 
-class _Best:
-    """The best result so far, row by row."""
-
-    def __init__(self, w_OI: Tensor, h_II: Tensor, grid: Grid) -> None:
-        self.w_OI, self.h_II, self.grid = w_OI, h_II, grid.copy()
-        self.hat_OI = self.slope_OI = torch.zeros_like(w_OI)  # slope: (W - W_hat) H
-        self.loss_O = torch.full((len(w_OI),), torch.inf, device=w_OI.device)
-
-    def offer(self, hat_OI: Tensor, grid: Grid) -> None:
-        """Measure a result and take the rows that lose less; one whose loss is not a number does not."""
-        self._take(hat_OI, grid, *losses(self.w_OI - hat_OI, self.h_II))
-
-    def sweep(self, factor: Factor, block: int) -> None:
-        """One more round of coordinate descent, which keeps the slopes up to date: they are not computed anew."""
-        hat_OI, grid = self.hat_OI.clone(), self.grid.copy()
-        slope_OI = self.slope_OI + (self.w_OI - hat_OI) * factor.added_I
-        sweep(self.h_II, factor.added_I, grid, hat_OI, slope_OI, block)
-        d_OI = self.w_OI - hat_OI
-        slope_OI -= d_OI * factor.added_I
-        self._take(hat_OI, grid, torch.linalg.vecdot(slope_OI, d_OI), slope_OI)
-
-    def _take(self, hat_OI: Tensor, grid: Grid, loss_O: Tensor, slope_OI: Tensor) -> None:
-        better_O = loss_O < self.loss_O
-        self.loss_O = torch.where(better_O, loss_O, self.loss_O)
-        self.hat_OI = torch.where(better_O[:, None], hat_OI, self.hat_OI)
-        self.slope_OI = torch.where(better_O[:, None], slope_OI, self.slope_OI)
-        self.grid.take(better_O, grid)
-
-
-def losses(d_OI: Tensor, h_II: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of every row, d H d^T, and D H."""
-    slope_OI = d_OI @ h_II
-    return torch.linalg.vecdot(slope_OI, d_OI), slope_OI
-
-
 def _costs(factor: Factor) -> F32 | None:
     """What an error costs in each column: after compensation where there is a factor, else by itself."""
     if factor.upper_II is None or factor.order_I is None:
@@ -265,13 +236,14 @@ def _costs(factor: Factor) -> F32 | None:
     return costs_I.cpu().numpy()
 
 
-def _compensated(w_OI: Tensor, factor: Factor, grid: Grid, block: int) -> Tensor:
-    """The weights rounded to a grid by GPTQ, or to nearest where there is no factor."""
-    if factor.upper_II is None or factor.order_I is None:
-        return nearest_to(grid, w_OI)
+def _compensated(w_OI: Tensor, factor: Factor, grid: Grid, block: int) -> tuple[Tensor, Tensor]:
+    """The weights rounded to a grid by GPTQ, and the loss of each row: the damped one is the sum of squared errors."""
     upper_II, order_I = factor.upper_II, factor.order_I
+    assert upper_II is not None
+    assert order_I is not None
     left_OI = w_OI[:, order_I]
     hat_OI = torch.empty_like(left_OI)
+    loss_O = torch.zeros_like(left_OI[:, 0])
     scale, zero = grid.scale_OG.numpy(), grid.zero_OG.numpy()
     group_I = (order_I // grid.group).cpu().numpy()
     for at in range(0, len(order_I), block):
@@ -281,8 +253,10 @@ def _compensated(w_OI: Tensor, factor: Factor, grid: Grid, block: int) -> Tensor
         corner = upper_II[here, here].cpu().contiguous().numpy()
         arrays = part.numpy(), corner, scale, zero, group_I[here], grid.fp4
         gptq_block(*arrays, hat.numpy(), error.numpy())
+        error = error.to(hat_OI.device)
         hat_OI[:, here] = hat.to(hat_OI.device)
-        left_OI[:, rest] -= error.to(hat_OI.device) @ upper_II[here, rest]
+        left_OI[:, rest] -= error @ upper_II[here, rest]
+        loss_O += error.square().sum(1)
     found_OI = torch.empty_like(hat_OI)
     found_OI[:, order_I] = hat_OI
-    return found_OI
+    return found_OI, loss_O - (w_OI - found_OI).square() @ factor.added_I
