@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+SMALL = 256  # inputs whose triangle is inverted at once
 LADDER = (0.01, 0.03, 0.09, 0.27, 0.81, 1.0)
 
 
@@ -23,7 +24,7 @@ def inverse_factor(h_II: Tensor, damp: float) -> Tensor | None:
 
     h_II  float32 or float64, symmetric, no dead columns (a zero on the diagonal);  damp  a share of the mean diagonal
     """
-    # of these matrices no more than three are in memory at once: they are the peak of a calibration run
+    # of these matrices no more than two are in memory at once, and quarters
     damped_II = h_II.flip(0, 1).double()
     damped_II.diagonal().add_(damp * float(h_II.diagonal().double().mean()))
     factor_II, failed = torch.linalg.cholesky_ex(damped_II)
@@ -31,12 +32,23 @@ def inverse_factor(h_II: Tensor, damp: float) -> Tensor | None:
     if int(failed):
         return None
     factor_II = factor_II.flip(0, 1)
-    one_II = torch.eye(len(h_II), dtype=torch.float64, device=h_II.device)
-    upper_II = torch.linalg.solve_triangular(factor_II, one_II, upper=True)
-    del factor_II, one_II
-    upper_II = upper_II.float()
+    invert_upper(factor_II)
+    upper_II = factor_II.float()
     usable = bool(torch.isfinite(upper_II).all()) and bool((upper_II.diagonal() > 0).all())
     return upper_II if usable else None
+
+
+def invert_upper(r_II: Tensor) -> None:
+    """Put the inverse of an upper triangular matrix in its place, by halves: the work is in matrix products."""
+    size = len(r_II)
+    if size <= SMALL:
+        one_II = torch.eye(size, dtype=r_II.dtype, device=r_II.device)
+        r_II.copy_(torch.linalg.solve_triangular(r_II, one_II, upper=True))
+        return
+    first, last = slice(0, size // 2), slice(size // 2, size)
+    invert_upper(r_II[first, first])
+    invert_upper(r_II[last, last])
+    r_II[first, last] = r_II[first, first] @ r_II[first, last] @ r_II[last, last].neg()
 
 
 def damped_factor(h_II: Tensor, ladder: Iterable[float] = LADDER) -> tuple[Tensor, float] | None:

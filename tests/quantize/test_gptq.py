@@ -199,6 +199,17 @@ def test_the_ladder_climbs_until_the_matrix_is_definite():
     assert damped_factor(torch.full((4, 4), torch.nan)) is None
 
 
+@pytest.mark.parametrize("inputs", [1, 256, 257, 900])  # inverted at once, and by halves of odd sizes
+def test_the_factor_is_that_of_the_inverse(inputs):
+    x = torch.randn(2 * inputs, inputs, generator=torch.Generator().manual_seed(inputs))
+    h = x.T @ x / inputs
+    upper = inverse_factor(h, 0.01)
+    assert upper is not None
+    damped = h.double().numpy() + 0.01 * np.diag(h.double().numpy()).mean() * np.eye(inputs)
+    expected = np.linalg.cholesky(np.linalg.inv(damped)).T
+    np.testing.assert_allclose(upper.numpy(), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
 def test_bad_input_is_refused():
     w, x = problem()
     h = hessian(x)
