@@ -46,6 +46,30 @@ class Hessian:
 
 
 @dataclass(slots=True, eq=False)
+class _Rows:
+    """Tokens that wait: an expert sees few at a time, and a sum takes as long to read and write for few as for many."""
+
+    inputs: int
+    held: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+    def put(self, x_TI: Tensor) -> None:
+        """Keep some more; the caller does not change them."""
+        self.held.append(x_TI)
+        self.count += len(x_TI)
+
+    def enough(self) -> bool:
+        """Whether they are worth a product: a quarter of the inputs, which takes an eighth of the sum's memory."""
+        return 4 * self.count >= self.inputs
+
+    def take(self) -> Tensor:
+        """All of them, [T, I]; none wait any more."""
+        x_TI = self.held[0] if len(self.held) == 1 else torch.cat(self.held)
+        self.held, self.count = [], 0
+        return x_TI
+
+
+@dataclass(slots=True, eq=False)
 class HessianSum:
     """Adds up a Hessian; `device` is where it is kept and where inputs are sent for the products."""
 
@@ -53,26 +77,34 @@ class HessianSum:
     device: str = "cpu"
     tokens: int = 0
     dropped: int = 0
+    _rows: _Rows = field(init=False)
     _upper_II: Tensor = field(init=False)  # blocks below the diagonal are not meaningful  # noqa: N815
 
     def __post_init__(self) -> None:
+        self._rows = _Rows(self.inputs)
         self._upper_II = torch.zeros(self.inputs, self.inputs, dtype=torch.float32, device=self.device)
 
     def update(self, x_TI: Tensor) -> None:
-        """Add tokens; any float dtype, products in float32."""
+        """Add tokens, which are not changed afterwards; any float dtype, products in float32."""
         _check_width(x_TI, self.inputs)
-        fast = x_TI.dtype == torch.bfloat16 and x_TI.device.type == self._upper_II.device.type == "cpu" and available()
-        x_TI, dropped = finite_rows(x_TI if fast else x_TI.to(self.device, torch.float32))
+        x_TI, dropped = finite_rows(x_TI.to(self.device))
         self.dropped += dropped
-        if not len(x_TI):
+        self.tokens += len(x_TI)
+        self._rows.put(x_TI)
+        if self._rows.enough():
+            self._add()
+
+    def _add(self) -> None:
+        """Put what waits into the sum."""
+        if not self._rows.count:
             return
-        total = self.tokens + len(x_TI)
-        keep, part = self.tokens / total, 2 / total
-        self.tokens = total
-        if fast:
+        keep = (self.tokens - self._rows.count) / self.tokens
+        x_TI, part = self._rows.take(), 2 / self.tokens
+        if x_TI.dtype == torch.bfloat16 and x_TI.device.type == "cpu" and available():
             bits_TI = x_TI.contiguous().view(torch.int16).numpy().view(np.uint16)
             add_gram(bits_TI, keep, part, self._upper_II.numpy(), torch.get_num_threads())
             return
+        x_TI = x_TI.float()
         for at in range(0, self.inputs, _BLOCK):
             rows = self._upper_II[at : at + _BLOCK, at:]
             rows.addmm_(x_TI[:, at : at + _BLOCK].T, x_TI[:, at:], beta=keep, alpha=part)
@@ -81,21 +113,22 @@ class HessianSum:
         """Add what another record has seen."""
         if other.inputs != self.inputs:
             raise QuantkitError("Hessians of different layers", value=other.inputs, allowed=self.inputs)
+        self._add()
+        other._add()
         self.dropped += other.dropped
-        total = self.tokens + other.tokens
+        self.tokens += other.tokens
         if other.tokens:
-            share = other.tokens / total
-            self._upper_II.lerp_(other._upper_II.to(self.device), share)
-        self.tokens = total
+            self._upper_II.lerp_(other._upper_II.to(self.device), other.tokens / self.tokens)
 
     def finish(self) -> Hessian:
         """The symmetric matrix."""
+        self._add()
         return Hessian(_symmetric(self._upper_II), self.tokens, self.dropped)
 
 
 @dataclass(slots=True, eq=False)
 class PeerHessianSum:
-    """Adds up the Hessian of all experts of a layer in float64, few tokens at a time.
+    """Adds up the Hessian of all experts of a layer in float64, few tokens of each.
 
     Which expert comes first depends on how many fit into memory: products of 16-bit inputs and their sums are exact in
     float64 but for rare ones of very different size, so that the order does not show.
@@ -104,20 +137,30 @@ class PeerHessianSum:
     inputs: int
     device: str = "cpu"
     tokens: int = 0
+    _rows: _Rows = field(init=False)
     _sum_II: Tensor = field(init=False)  # noqa: N815
 
     def __post_init__(self) -> None:
+        self._rows = _Rows(self.inputs)
         self._sum_II = torch.zeros(self.inputs, self.inputs, dtype=torch.float64, device=self.device)
 
     def update(self, x_TI: Tensor) -> None:
-        """Add tokens of any float dtype."""
+        """Add tokens of any float dtype, which are not changed afterwards."""
         _check_width(x_TI, self.inputs)
-        x_TI, _ = finite_rows(x_TI.to(self.device, torch.float64))
-        self._sum_II.addmm_(x_TI.T, x_TI)
+        x_TI, _ = finite_rows(x_TI.to(self.device))
         self.tokens += len(x_TI)
+        self._rows.put(x_TI)
+        if self._rows.enough():
+            self._add()
+
+    def _add(self) -> None:
+        if self._rows.count:
+            x_TI = self._rows.take().double()
+            self._sum_II.addmm_(x_TI.T, x_TI)
 
     def finish(self) -> Hessian:
         """The symmetric matrix."""
+        self._add()
         return Hessian(_symmetric(self._sum_II.mul(2 / max(self.tokens, 1)).float()), self.tokens)
 
 

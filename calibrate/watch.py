@@ -21,7 +21,7 @@ SAMPLE_TOKENS = 8  # of the inputs of a layer, kept for the packed kernels
 MAX_DROPPED = 0.01
 # Of the tokens that an expert sees in a batch, those that count for its whole layer: a quarter of the inputs' number of
 # them is what its Hessian is blended with, so a sample will do.
-PEER_TOKENS = 32
+PEER_TOKENS = 8
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=_proj\.)\d+$")
 
 
@@ -67,7 +67,7 @@ class Watch:
                 self._sums[first] = HessianSum(x_TI.shape[1], self._device)
             self._sums[first].update(x_TI)
         if self._gathers and peers_key(first) != first:
-            self._peers_of(peers_key(first), x_TI.shape[1]).update(x_TI[:: -(-len(x_TI) // PEER_TOKENS)])
+            self._peers_of(peers_key(first), x_TI.shape[1]).update(x_TI[:: -(-len(x_TI) // PEER_TOKENS)].clone())
         if first in self._blocks:
             self._blocks[first].update(x_TI)
         for name in self._sampled.intersection(modules):
