@@ -6,6 +6,7 @@ Letters: R rows, I inputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,12 @@ from quantkit.export.checkpoint import Reader
 from quantkit.export.safetensors_file import TensorInfo
 from quantkit.export.sources.detect import Weight
 from quantkit.export.sources.int4_rows import ENCODINGS, int4_codes, int4_scales, int4_zeros
-from quantkit.export.sources.rows import Buffers, RowSource, global_scale, row_source, scale_values
+from quantkit.export.sources.rows import Buffers, global_scale, row_source, scale_values
 from quantkit.kernels.cpu import decode
 from quantkit.kernels.cpu.compare import sq_difference
 from quantkit.kernels.cpu.convert import f32_to_bf16
 from quantkit.kernels.cpu.rows import RowParts, quantize_rows, requantize_rows, row_parts
-from quantkit.kernels.cpu.tails import add_moments, tail_loss, tail_weights
+from quantkit.kernels.cpu.tails import Moments, add_moments, tail_loss, tail_weights
 from quantkit.kernels.elements import E4M3_VALUES
 from quantkit.kernels.measure import differing_codes
 from quantkit.kernels.scheme import BLOCK, QuantScheme
@@ -47,8 +48,8 @@ class Compared:
     sq_plain: float = 0.0
 
 
-def compare(pair: Pair, reader: Reader, *, tails: bool = False) -> Compared:
-    """Compare one pair; `tails`: its codes were chosen by that method."""
+def compare(pair: Pair, reader: Reader, tails: Sequence[Pair] = ()) -> Compared:
+    """Compare one pair; `tails`: the pairs, this one among them, whose tails together weighed its errors."""
     out, src = pair.output, pair.source
     if out.encoding == "plain" and src.encoding == "plain":
         return _bytes(out.name, [(src.parts["codes"], out.parts["codes"])], reader)
@@ -126,7 +127,7 @@ def _decoded_expert(pair: Pair, expert: int, reader: Reader) -> Compared:
     return Compared(f"{pair.output.name}.{expert}", "", stored.size, int(np.count_nonzero(expected != stored)))
 
 
-def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: bool) -> Compared:
+def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: Sequence[Pair]) -> Compared:
     """Error, bound and nearest codes of a quantised layer."""
     out = pair.output
     rows, inputs = out.shape[-2:]
@@ -141,7 +142,7 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: bool) -> 
     zero = int4_zeros(out, reader) if scheme.element == "int4" else None
     shared, scale_2 = _shared(out, scheme, reader)
     amax = float(shared or 0.0)
-    h_I = _tails(source, rows, inputs) if tails else None
+    h_I = tail_weights([_moments(p, reader) for p in tails]) if tails else None
     w_RI = np.empty((chunk_rows(inputs, multiple), inputs), np.float32)
     hat_RI = np.empty_like(w_RI)
     sums = np.zeros(3, np.float64)
@@ -168,16 +169,18 @@ def _quantized(pair: Pair, scheme: QuantScheme, reader: Reader, tails: bool) -> 
     return Compared(out.name, scheme.name, rows * inputs, differing, *map(float, sums))
 
 
-def _tails(source: RowSource, rows: int, inputs: int) -> NDArray[np.float32]:
-    """The tail weights of a whole matrix."""
+def _moments(pair: Pair, reader: Reader) -> Moments:
+    """Those of the columns of a whole matrix."""
+    rows, inputs = pair.output.shape[-2:]
+    source = row_source(pair.source, rows, inputs, pair.first_row, pair.expert, reader, Buffers())
     w_RI = np.empty((chunk_rows(inputs, 1), inputs), np.float32)
-    square_I, fourth_I = np.zeros((2, inputs))
+    moments = Moments.none(rows, inputs)
     for first, n_rows in blocks_of(rows, inputs, MEMORY):
         source.load(first, n_rows)
         for at, n in chunks_of(n_rows, inputs, 1):
             source.decode(first + at, n, w_RI[:n])
-            add_moments(w_RI[:n], square_I, fourth_I)
-    return tail_weights(square_I, fourth_I, rows)
+            add_moments(w_RI[:n], moments.square_I, moments.fourth_I)
+    return moments
 
 
 def _losses(

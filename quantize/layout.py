@@ -10,16 +10,18 @@ from dataclasses import replace
 
 from quantkit.export.formats import Part
 from quantkit.export.safetensors_file import layout, nbytes_of
+from quantkit.kernels.cpu.rows import needs_tails
 from quantkit.quantize.plan import Out, Shard, Step, Task
 from quantkit.quantize.roles import Placed
 
 
 def grouped(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> list[tuple[str, list[Task]]]:
-    """Tasks that must share a scale come together, at the place of the first; every other stands alone."""
+    """Tasks that share a scale or tail weights come together, at the place of the first; every other stands alone."""
     groups: dict[str, list[Task]] = {}
     for task in tasks:
         key = task.name
-        if task.fate == "quantize" and task.scheme is not None and task.scheme.shares_scale:
+        shared = task.scheme is not None and (task.scheme.shares_scale or needs_tails(task.method))
+        if task.fate == "quantize" and shared:
             key = placed[task.weight.name].fused or key
             if task.matrix and len(task.weight.shape) == 3:  # gate and up of one expert lie in one fused tensor
                 key = f"{task.weight.name}.{task.matrix.expert}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.export.sources.detect import Weight
@@ -68,3 +68,20 @@ def _experts(weight: Weight, output: Mapping[str, Weight]) -> list[Pair]:
     if not all(n in output for _, _, n in names):
         return []
     return [Pair(weight, output[n], e * weight.shape[1] + i * share) for e, i, n in names]
+
+
+def tail_sets(
+    pairs: Sequence[Pair], layers: Mapping[str, Mapping[str, str]], fused: Mapping[str, str]
+) -> dict[str, list[Pair]]:
+    """Output weight -> the pairs of its fused set that were made by `tails`, in the order of their names.
+
+    layers  of the manifest, by module;  fused  key of the set of each weight that has one
+    """
+    sets: dict[str, list[Pair]] = {}
+    found = {}
+    for pair in sorted(pairs, key=lambda p: p.output.name):
+        name = pair.output.name
+        if layers.get(pair.output.module, {}).get("method") == "tails":
+            found[name] = sets.setdefault(fused.get(name, name), [])
+            found[name].append(pair)
+    return found

@@ -25,7 +25,7 @@ from quantkit.quantize.recipe import InputScale, Recipe
 from quantkit.quantize.roles import Family, Placed
 
 Fate = Literal["keep", "pass", "decode", "quantize", "drop"]
-VERSION = 1  # raised when the same recipe would give other bytes
+VERSION = 2  # raised when the same recipe would give other bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The tasks that share a scale (q, k and v of one layer, gate and up of one expert), or a single task."""
+    """The tasks that share a scale or tail weights (q, k, v of a layer, gate and up of an expert), or a single task."""
 
     name: str
     tasks: tuple[Task, ...]

@@ -37,7 +37,7 @@ from quantkit.quantize.compare import Compared, compare
 from quantkit.quantize.kernel_run import KernelRun, run_kernel
 from quantkit.quantize.kv_run import KVRun, kv_runs, stored_scales
 from quantkit.quantize.overlay import WEIGHTS, overlaid
-from quantkit.quantize.pairs import Pair, pairs_of
+from quantkit.quantize.pairs import Pair, pairs_of, tail_sets
 from quantkit.quantize.recorded import inputs_from, recorded_tensors
 from quantkit.quantize.roles import Placed, roles_of, shared_inputs
 from quantkit.quantize.run_folder import measured_scales
@@ -151,7 +151,7 @@ def verify_checkpoint(
         ours = manifest is not None and manifest.get("format") != "as published"
         checks.append(check_config(checkpoint, weights, linear_weights(weights, placed), ours=ours))
         if source is not None:
-            more, layers = _against_source(weights, source, run, manifest, recorded, reader, jobs, advance)
+            more, layers = _against_source(weights, fused, source, run, manifest, recorded, reader, jobs, advance)
             checks += more
         checks += check_kv_json(folder, checkpoint.config)
         scales = stored_scales(weights, placed, reader)
@@ -168,8 +168,9 @@ def linear_weights(weights: Mapping[str, Weight], placed: Mapping[str, Placed]) 
 
 
 def _against_source(
-    weights: Mapping[str, Weight], source: Checkpoint, run: Path | None, manifest: Mapping[str, Any] | None,
-    recorded: Mapping[str, TensorInfo], reader: Reader, jobs: int, advance: Callable[[int], None],
+    weights: Mapping[str, Weight], fused: Mapping[str, str], source: Checkpoint, run: Path | None,
+    manifest: Mapping[str, Any] | None, recorded: Mapping[str, TensorInfo], reader: Reader, jobs: int,
+    advance: Callable[[int], None],
 ) -> tuple[list[Check], list[LayerError]]:  # fmt: skip
     """Compare every weight of the source with what became of it.
 
@@ -177,7 +178,6 @@ def _against_source(
     on those layers, whose codes are not the nearest ones. Of weights with scaled channels no distance is given.
     """
     dropped = set((manifest or {}).get("dropped") or {})
-    tails = {n for n, layer in ((manifest or {}).get("layers") or {}).items() if layer.get("method") == "tails"}
     ours = set((manifest or {}).get("calibrated") or ())
     smoothed = frozenset((manifest or {}).get("smoothed") or ())
     published = weights_of(source)
@@ -186,6 +186,7 @@ def _against_source(
         chosen = weights_of(overlaid(source, run))
         ours = {n for n in ours if n.endswith(("k_scale", "v_scale"))}
     pairs, missing, strange = pairs_of(chosen, weights, dropped)
+    tails = tail_sets(pairs, (manifest or {}).get("layers") or {}, fused)
     lost = tuple(f"{n}: is in the source, nothing of it in the checkpoint" for n in missing)
     added = tuple(f"{n}: is not in the source" for n in strange if n not in ours)
     known = f"{len(pairs)} weights, {len(dropped)} dropped by a rule"
@@ -201,7 +202,7 @@ def _against_source(
     def work(pair: Pair) -> tuple[Compared | None, list[KernelRun]]:
         found = originals_of.get((pair.output.name, pair.out_expert), [])
         ran = [r for p in found if (r := run_kernel(p, inputs_of, reader)) is not None]
-        compared = None if pair.output.name in ours else compare(pair, reader, tails=pair.output.module in tails)
+        compared = None if pair.output.name in ours else compare(pair, reader, tails.get(pair.output.name, ()))
         advance(pair.nbytes)
         return compared, ran
 

@@ -3,7 +3,7 @@
 A matrix is worked through in blocks of rows (what is read and written at once, bounded by the memory budget) and each
 block in chunks (what is decoded and quantised at once, small enough for the processor's cache). Neither size changes
 the output: a row's codes depend on that row, on the scales of its block, and on what a first pass finds over all rows:
-the largest weight of the step, the tails of each matrix.
+the largest weight of the step, the tails of its columns.
 
 Letters: R rows of a chunk, I inputs.
 """
@@ -27,7 +27,7 @@ from quantkit.kernels.cpu.rows import (
     scale_dtype,
     scale_shape,
 )
-from quantkit.kernels.cpu.tails import add_moments, tail_weights
+from quantkit.kernels.cpu.tails import Moments, add_moments, tail_weights
 from quantkit.kernels.errors import QuantkitError
 from quantkit.kernels.scheme import BLOCK, QuantScheme
 from quantkit.quantize.blocks import blocks_of, chunk_rows, chunks_of
@@ -45,10 +45,10 @@ class Measured(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a first pass over a matrix found: its largest absolute weight, its tail weights where the method asks."""
+    """What a first pass over a matrix found: its largest absolute weight, moments of its columns for `tails`."""
 
     amax: float
-    h_I: NDArray[np.float32] | None  # noqa: N815
+    moments: Moments | None
 
 
 def run_step(step: Step, target: Target) -> dict[str, Measured]:
@@ -63,11 +63,14 @@ def run_step(step: Step, target: Target) -> dict[str, Measured]:
         whole = sum(t.weight.nbytes * t.share for t in quantized) <= target.memory // 2
         seen = {t.name: _first_pass(t, sources[t.name], whole, target) for t in quantized}
         shared = max(s.amax for s in seen.values())
+    # matrices of a step share their inputs; in the order of names v is the last of q, k, v, and up of gate and up
+    moments = [m for name in sorted(seen) if (m := seen[name].moments) is not None]
+    h_I = tail_weights(moments) if moments else None
     measured = {}
     for task in step.tasks:
         if task.fate == "quantize":
-            h_I = seen[task.name].h_I if task.name in seen else None
-            measured[task.name] = _quantize(task, sources[task.name], whole, shared, h_I, target)
+            own_I = h_I if needs_tails(task.method) else None
+            measured[task.name] = _quantize(task, sources[task.name], whole, shared, own_I, target)
         elif task.fate == "decode":
             _decode(task, target)
         else:
@@ -104,7 +107,7 @@ def _first_pass(task: Task, source: RowSource, whole: bool, target: Target) -> S
     assert task.matrix is not None
     matrix = task.matrix
     w_RI = target.buffers.take("w", (chunk_rows(matrix.inputs, 1), matrix.inputs), np.float32)
-    square_I, fourth_I = np.zeros((2, matrix.inputs))
+    moments = Moments.none(matrix.rows, matrix.inputs) if needs_tails(task.method) else None
     amax = 0.0
     for first, rows in _blocks(matrix, whole, target):
         source.load(first, rows)
@@ -115,9 +118,9 @@ def _first_pass(task: Task, source: RowSource, whole: bool, target: Target) -> S
                 bad = int(np.argmin(np.isfinite(w_RI[:n]).all(axis=1)))
                 raise _not_finite(task, first + at + bad)
             amax = max(amax, found)
-            if needs_tails(task.method):
-                add_moments(w_RI[:n], square_I, fourth_I)
-    return Seen(amax, tail_weights(square_I, fourth_I, matrix.rows) if needs_tails(task.method) else None)
+            if moments is not None:
+                add_moments(w_RI[:n], moments.square_I, moments.fourth_I)
+    return Seen(amax, moments)
 
 
 def _quantize(

@@ -24,7 +24,7 @@ def tail_weights(w_RI, method):
         return None
     square, fourth = np.zeros((2, w_RI.shape[1]))
     tails.add_moments(w_RI, square, fourth)
-    return tails.tail_weights(square, fourth, len(w_RI))
+    return tails.tail_weights([tails.Moments(square, fourth, len(w_RI))])
 
 
 def quantize(w_RI, scheme, method, half=False):

@@ -18,10 +18,14 @@ def matrix(rows, inputs):
     return w
 
 
-def weights_of(w):
+def moments_of(w):
     square, fourth = np.zeros((2, w.shape[1]))
     tails.add_moments(w, square, fourth)
-    return tails.tail_weights(square, fourth, len(w))
+    return tails.Moments(square, fourth, len(w))
+
+
+def weights_of(*matrices):
+    return tails.tail_weights([moments_of(w) for w in matrices])
 
 
 def loss(w, w_hat, h):
@@ -40,11 +44,29 @@ def test_tail_weights_are_squared_kurtosis_over_mean_square_whatever_the_chunks(
     for square, fourth in sums[1:]:
         assert np.array_equal(square, sums[0][0])
         assert np.array_equal(fourth, sums[0][1])
-    found = tails.tail_weights(*sums[0], 50)
+    found = tails.tail_weights([tails.Moments(*sums[0], 50)])
     x = np.delete(w.astype(np.float64), 7, axis=1)
     expected = ((x**4).mean(0) / (x**2).mean(0) ** 2) ** 2 / (x**2).mean(0)
     assert np.allclose(np.delete(found, 7), expected / expected.max(), rtol=1e-5)
     assert found[7] == 0
+
+
+@pytest.mark.parametrize("rows", [(50, 30), (50, 20, 30)])
+def test_matrices_that_share_inputs_multiply_their_kurtosis_and_the_last_says_how_small_the_columns_are(rows):
+    parts = [matrix(n, 64) * np.float32(k + 1) for k, n in enumerate(rows)]
+    parts[0][:, 3] = parts[-1][:, 9] = 0
+    for w in parts:
+        w[:, 20] = 0
+    expected = np.ones(64)
+    for w in parts:
+        for c in range(64):
+            if w[:, c].any():
+                expected[c] *= np.mean(w[:, c].astype(np.float64) ** 4) / np.mean(w[:, c].astype(np.float64) ** 2) ** 2
+    expected[20] = 0
+    for c in set(range(64)) - {20}:
+        last = [w for w in parts if w[:, c].any()][-1]
+        expected[c] /= np.mean(last[:, c].astype(np.float64) ** 2)
+    assert np.allclose(weights_of(*parts), expected / expected.max(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1e-36, 1e36])
@@ -52,6 +74,7 @@ def test_tail_weights_do_not_depend_on_the_unit_of_the_weights(size):
     w = matrix(50, 96)
     small = (w * np.float32(0.1 * size)).astype(np.float32)
     assert np.allclose(weights_of(small), weights_of(w), rtol=1e-3)
+    assert np.allclose(weights_of(small, small, small), weights_of(w, w, w), rtol=2e-3)
     assert not weights_of(np.zeros((4, 8), np.float32)).any()
 
 
